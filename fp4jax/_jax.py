@@ -1,0 +1,146 @@
+"""What the transformation needs to know about jaxprs, in one place.
+
+Everything that has differed between JAX versions, or has no documented name, is
+reached here and nowhere else; tests run on the oldest and the newest supported
+JAX.
+"""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+from jax.extend import core
+from jax.extend import source_info_util
+import jax.numpy as jnp
+
+CONTRACTIONS = frozenset(
+    {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"}
+)
+_INLINE = frozenset({
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+})
+_REMAT = frozenset({"remat", "remat2", "checkpoint"})
+
+
+def is_literal(atom) -> bool:
+  """Whether an input of an equation is a literal."""
+  return isinstance(atom, core.Literal)
+
+
+def open_jaxpr(jaxpr):
+  """The jaxpr with named constants, and their values."""
+  return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
+
+
+def kind(eqn) -> str:
+  """What an equation is: a primitive's name, one name a concept."""
+  name = eqn.primitive.name
+  if name in _REMAT:
+    return "remat"
+  if name in _INLINE:
+    return "call"
+  if name == "ragged_dot":
+    return "ragged_dot_general"
+  if name in ("custom_vjp_call_jaxpr", "custom_vjp_call"):
+    return "custom_vjp"
+  if name == "custom_jvp_call":
+    return "custom_jvp"
+  return name
+
+
+def sub_jaxprs(eqn) -> list:
+  """The jaxprs among an equation's parameters."""
+  found: list = []
+  for value in eqn.params.values():
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+      if isinstance(item, (core.Jaxpr, core.ClosedJaxpr)):
+        found.append(item)
+  return found
+
+
+def holds_contraction(jaxpr) -> bool:
+  """Whether a contraction stands in a jaxpr or in one inside it."""
+  return any(
+      eqn.primitive.name in CONTRACTIONS
+      or any(map(holds_contraction, sub_jaxprs(eqn)))
+      for eqn in open_jaxpr(jaxpr)[0].eqns
+  )
+
+
+def call_jaxpr(eqn):
+  """The one jaxpr that a call-like equation runs."""
+  params = eqn.params
+  return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+  """A scan equation's body and how its operands divide."""
+
+  body: Any
+  consts: int
+  carry: int
+  length: int
+  reverse: bool
+  unroll: int
+
+
+def scan(eqn) -> Scan:
+  """Reads a scan equation."""
+  params = eqn.params
+  if "ft_in" in params:
+    consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
+  else:
+    consts, carry = params["num_consts"], params["num_carry"]
+  return Scan(
+      params["jaxpr"],
+      consts,
+      carry,
+      params["length"],
+      params["reverse"],
+      params["unroll"],
+  )
+
+
+def is_float(aval) -> bool:
+  """Whether an array type holds real floats."""
+  return jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def name_stack(eqn) -> str:
+  """The name stack of an equation, such as linen's module path."""
+  return str(eqn.source_info.name_stack)
+
+
+@contextlib.contextmanager
+def provenance(eqn):
+  """Evaluates under an equation's own source line, names and context."""
+  stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+  with (
+      source_info_util.user_context(
+          eqn.source_info.traceback, name_stack=stack
+      ),
+      eqn.ctx.manager,
+  ):
+    yield
+
+
+def bind(eqn, args) -> list:
+  """Evaluates an equation as it is."""
+  bound = eqn.primitive.get_bind_params(eqn.params)
+  subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
+  with provenance(eqn):
+    out = eqn.primitive.bind(*subfuns, *args, **params)
+  return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def given_shardings(shardings) -> tuple | None:
+  """A jit's shardings, or None where the user gave none."""
+  named = [s if hasattr(s, "device_set") else None for s in shardings]
+  return tuple(named) if any(s is not None for s in named) else None

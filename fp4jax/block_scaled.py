@@ -1,0 +1,281 @@
+"""Block-scaled arrays: codes, block scales, tensor scale."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from fp4jax import formats
+from fp4jax import hadamard
+from fp4jax import recipes
+from fp4jax import rounding
+from fp4jax import scaling
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scales", "tensor_scale"),
+    meta_fields=("format", "block", "shape", "axis", "dtype", "packed"),
+)
+@dataclasses.dataclass(frozen=True)
+class BlockScaled:
+  """A quantised operand: ``x ≈ code · block scale · tensor scale``.
+
+  Attributes:
+    codes: uint8 [*batch, m, k padded to the block], contraction axis last;
+      where ``packed``, two codes a byte.
+    scales: uint8 [*batch, m, blocks] or, for square blocks, [*batch, m blocks,
+      blocks]; None without blocks.
+    tensor_scale: float32 [*batch]; NaN where the operand was not finite.
+    format: name of the format.
+    block: (rows, contraction elements) that share a scale.
+    shape: [*batch, m, k], the shape before padding.
+    axis: the contraction axis of the array that was quantised.
+    dtype: its dtype.
+    packed: whether two codes share a byte.
+  """
+
+  codes: jax.Array
+  scales: jax.Array | None
+  tensor_scale: jax.Array
+  format: str
+  block: tuple[int, int]
+  shape: tuple[int, ...]
+  axis: int
+  dtype: Any
+  packed: bool
+
+  def decode(self, dtype=jnp.bfloat16) -> jax.Array:
+    """Codes times block scales, [*batch, m, k]: exact in BF16."""
+    fmt = formats.FORMATS[self.format]
+    codes = formats.unpack(self.codes) if self.packed else self.codes
+    values = formats.decode(codes, fmt.element)
+    if self.scales is not None:
+      scales = scaling.decode_block_scale(self.scales, fmt.scale)
+      values = _times_blocks(values, _rows(scales, self.block[0], values))
+    return values[..., : self.shape[-1]].astype(dtype)
+
+  def dequantize(self, dtype=jnp.float32) -> jax.Array:
+    """The values that the operand stands for, in the original layout."""
+    x = self.decode(jnp.float32) * self.tensor_scale[..., None, None]
+    return jnp.moveaxis(x, -1, self.axis).astype(dtype)
+
+  def pack(self) -> "BlockScaled":
+    """The same operand with 4-bit codes stored two a byte."""
+    if self.packed or not formats.FORMATS[self.format].packed:
+      return self
+    return dataclasses.replace(
+        self, codes=formats.pack(self.codes), packed=True
+    )
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes that the quantised operand occupies."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+
+def quantize_array(
+    x,
+    operand: "recipes.Operand",
+    key=None,
+    *,
+    axis: int = -1,
+    packed: bool = True,
+) -> BlockScaled:
+  """Quantises an array as a GEMM operand.
+
+  Args:
+    x: [*batch, m, k] float, k contracted; each batch element is an operand of
+      its own, with its own tensor scale.
+    operand: format, block, rounding.
+    key: a PRNG key, or the uint32[3] stream of ``rounding.site_stream``; needed
+      for stochastic rounding.
+    axis: the contraction axis, -1 or -2.
+    packed: store 4-bit codes two a byte.
+
+  Returns:
+    A ``BlockScaled`` with the contraction axis last.
+
+  Raises:
+    ValueError: for fewer than two axes, or stochastic rounding without a key.
+
+  >>> import fp4jax
+  >>> x = jnp.array([[0.0, 1.0, -2.5, 6.0] + 12 * [0.0]])
+  >>> q = quantize_array(x, fp4jax.Operand())
+  >>> q.dequantize()[0, :4].tolist()
+  [0.0, 1.0, -2.0, 6.0]
+  """
+  if x.ndim < 2:
+    raise ValueError(
+        f"quantize_array: x has shape {x.shape}, needed [*batch, m, k]; add an"
+        " axis of size 1."
+    )
+  if operand.rounding == "rne":
+    stream = None
+  elif key is None:
+    raise ValueError(
+        "quantize_array: rounding='sr' needs a key; pass key=jax.random.key(0)."
+    )
+  elif key.shape == (3,):
+    stream = key
+  else:
+    stream = rounding.site_stream(key)
+  moved = jnp.moveaxis(x, axis, -1)
+  codes, scales, tensor_scale = _quantize(moved, stream, operand=operand)
+  fmt = formats.FORMATS[operand.format]
+  quantised = BlockScaled(
+      codes=codes,
+      scales=scales,
+      tensor_scale=tensor_scale,
+      format=operand.format,
+      block=operand.block if fmt.block else (1, 1),
+      shape=_rotated_shape(moved.shape, operand.rht),
+      axis=axis,
+      dtype=x.dtype,
+      packed=False,
+  )
+  return quantised.pack() if packed else quantised
+
+
+def _rotated_shape(shape, rht):
+  if rht is None:
+    return shape
+  return (*shape[:-1], -(-shape[-1] // rht.size) * rht.size)
+
+
+@functools.partial(jax.jit, static_argnames="operand")
+def _quantize(x, stream, *, operand):
+  """Codes, block scale codes and tensor scale of [*batch, m, k]."""
+  fmt = formats.FORMATS[operand.format]
+  x = hadamard.rht(x, operand.rht) if operand.rht else x
+  x = scaling.read(x)
+  amax = scaling.operand_amax(x)
+  finite = jnp.isfinite(amax)
+  amax = jnp.where(finite, amax, 0.0)
+  x = jnp.where(finite[..., None, None], x, 0.0)
+  x = hadamard.pad_last(x, max(fmt.block or 1, 2 if fmt.packed else 1))
+  random = None
+  if operand.rounding == "sr":
+    random = rounding.random_bits(stream, x.shape, operand.sr_bits)
+  if fmt.block is None:
+    encode = scaling.encode_scale(amax, fmt.element.max)
+    scaled = x * encode[..., None, None]
+    codes = formats.encode(scaled, fmt.element, random, operand.sr_bits)
+    scales, decode = None, 1.0 / encode
+  elif fmt.scale == "e8m0":
+    codes, scales = _microscale(x, fmt, operand, random)
+    decode = jnp.ones_like(amax)
+  else:
+    codes, scales, decode = _two_level(x, amax, fmt, operand, random)
+  return codes, scales, jnp.where(finite, decode, jnp.nan)
+
+
+def _microscale(x, fmt, operand, random):
+  """OCP MX: power-of-two block scales, no tensor scale."""
+  scales = formats.encode_e8m0(_block_amax(x, operand.block), fmt.element.max)
+  # 2**-e, with 0 for the code of a zero block.
+  inverse = formats.bits_float(
+      jnp.where(scales == 0, 0, 254 - scales.astype(jnp.uint32)) << 23
+  )
+  scaled = _times_blocks(x, _rows(inverse, operand.block[0], x))
+  return formats.encode(scaled, fmt.element, random, operand.sr_bits), scales
+
+
+def _two_level(x, amax, fmt, operand, random):
+  """NVFP4: E4M3 block scales under a float32 tensor scale."""
+  six = operand.four_over_six
+  scale_max = 256.0 if six and fmt.scale == "e4m3" else fmt.scale_max
+  guard = operand.scale_guard
+  encode = scaling.encode_scale(amax, 6 * scale_max * guard)
+  decode = 1.0 / encode
+  per_block = (encode * np.float32(1 / (6 * guard)))[..., None, None]
+  v = _block_amax(x, operand.block) * per_block
+
+  def candidate(v, limit):
+    scales = scaling.encode_block_scale(v, fmt.scale, operand.rounding)
+    value = scaling.decode_block_scale(scales, fmt.scale)
+    inverse = scaling.inverse(value * decode[..., None, None])
+    rows = _rows(inverse, operand.block[0], x)
+    scaled = jnp.clip(_times_blocks(x, rows), -limit, limit)
+    codes = formats.encode(scaled, fmt.element, random, operand.sr_bits)
+    codes = jnp.where(_spread(rows, x) == 0, 0, codes)
+    return scales, value, lax.optimization_barrier(codes)
+
+  scales, value, codes = candidate(jnp.minimum(v, scale_max), 6.0)
+  if six:
+    target = _clear_low_bits(x * encode[..., None, None])
+    error = _block_error(target, value, codes, fmt, operand)
+    v4 = jnp.minimum(1.5 * v, 1.5 * scale_max)
+    limit4 = 4.0 if fmt.scale == "restricted" else 6.0
+    scales4, value4, codes4 = candidate(v4, limit4)
+    better = _block_error(target, value4, codes4, fmt, operand) < error
+    scales = jnp.where(better, scales4, scales)
+    rows = _rows(better, operand.block[0], x)
+    codes = jnp.where(_spread(rows, x), codes4, codes)
+  return codes, scales, decode
+
+
+def _clear_low_bits(x):
+  """float32 with its low 12 bits cleared: its square is exact."""
+  return formats.bits_float(formats.float_bits(x) & jnp.uint32(0xFFFFF000))
+
+
+def _block_error(target, value, codes, fmt, operand):
+  """Squared error of each block in units of the tensor scale."""
+  rows, width = operand.block
+  decoded = formats.decode(codes, fmt.element)
+  d = _times_blocks(decoded, _rows(value, rows, target)) - target
+  d = lax.optimization_barrier(_clear_low_bits(d))  # one pass, not sixteen
+  *lead, m, k = d.shape
+  error = _pairwise_sum((d * d).reshape(*lead, m, k // width, width))
+  if rows == 1:
+    return error
+  error = hadamard.pad_last(jnp.swapaxes(error, -1, -2), rows)
+  error = error.reshape(*error.shape[:-1], error.shape[-1] // rows, rows)
+  return jnp.swapaxes(_pairwise_sum(error), -1, -2)
+
+
+def _pairwise_sum(x):
+  """Sum over the last axis, a power of two: halves added, then halves again."""
+  while x.shape[-1] > 1:
+    half = x.shape[-1] // 2
+    x = x[..., :half] + x[..., half:]
+  return x[..., 0]
+
+
+def _block_amax(x, block):
+  """[*batch, m, k] to [*batch, m or m blocks, blocks] amax."""
+  rows, width = block
+  *lead, m, k = x.shape
+  by_row = scaling.amax(x.reshape(*lead, m, k // width, width), axis=-1)
+  if rows == 1:
+    return by_row
+  columns = hadamard.pad_last(jnp.swapaxes(by_row, -1, -2), rows)
+  columns = columns.reshape(*columns.shape[:-1], -(-m // rows), rows)
+  return jnp.swapaxes(scaling.amax(columns, axis=-1), -1, -2)
+
+
+def _rows(per_block, rows: int, like):
+  """[*batch, m blocks, blocks] to one row for each of ``like``'s m rows."""
+  if rows == 1:
+    return per_block
+  return jnp.repeat(per_block, rows, axis=-2)[..., : like.shape[-2], :]
+
+
+def _spread(per_row, like):
+  """[*batch, m, blocks] to [*batch, m, k], each block's value repeated."""
+  *lead, m, blocks = per_row.shape
+  width = like.shape[-1] // blocks if blocks else 1
+  spread = lax.broadcast_in_dim(
+      per_row, (*per_row.shape, width), tuple(range(per_row.ndim))
+  )
+  return spread.reshape(*lead, m, blocks * width)
+
+
+def _times_blocks(x, per_row):
+  """[*batch, m, k] times its [*batch, m, blocks] block values."""
+  return x * _spread(per_row, x)

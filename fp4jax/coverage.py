@@ -1,0 +1,125 @@
+"""Coverage: every contraction of a model, and what becomes of it."""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import itertools
+
+from fp4jax import dataflow
+from fp4jax import policy
+from fp4jax import recipes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+  """One contraction, or one run of layers of a scanned one.
+
+  Attributes:
+    path: the path of its weight, "" where it has none.
+    name: the name stack (linen's module path), "" where there is none.
+    kind: the primitive.
+    lhs_shape: shape of the left operand.
+    rhs_shape: shape of the right operand.
+    layers: (first, last) layers of a scanned stack, else None.
+    fprop: what the forward GEMM does.
+    dgrad: what the input's gradient does.
+    wgrad: what the weight's gradient does.
+    reason: which rule decided, or why it is left alone.
+  """
+
+  path: str
+  name: str
+  kind: str
+  lhs_shape: tuple[int, ...] | None
+  rhs_shape: tuple[int, ...] | None
+  layers: tuple[int, int] | None
+  fprop: str
+  dgrad: str
+  wgrad: str
+  reason: str
+
+  @property
+  def quantised(self) -> bool:
+    """Whether any of its GEMMs is quantised."""
+    return {self.fprop, self.dgrad, self.wgrad} != {LEFT}
+
+
+LEFT = "as written"
+_COLUMNS = ("site", "layers", "lhs", "rhs", "fprop", "dgrad", "wgrad", "reason")
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+  """A table of all contractions, in order of execution."""
+
+  rows: tuple[Row, ...]
+
+  @property
+  def quantised(self) -> tuple[Row, ...]:
+    """The rows with a quantised GEMM."""
+    return tuple(row for row in self.rows if row.quantised)
+
+  def __str__(self) -> str:
+    cells = [_COLUMNS, *map(_cells, self.rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    layers = sum(_layers(row) for row in self.rows)
+    quantised = sum(_layers(row) for row in self.quantised)
+    lines.append(f"{quantised} of {layers} contractions quantised")
+    return "\n".join(lines)
+
+
+def _layers(row: Row) -> int:
+  return row.layers[1] - row.layers[0] + 1 if row.layers else 1
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+  layers = "" if row.layers is None else f"{row.layers[0]}-{row.layers[1]}"
+  shapes = [
+      "" if shape is None else "x".join(map(str, shape)) or "scalar"
+      for shape in (row.lhs_shape, row.rhs_shape)
+  ]
+  site = row.path or (f"({row.name})" if row.name else f"({row.kind})")
+  if row.kind != "dot_general" and row.path:
+    site += f" ({row.kind})"
+  return (site, layers, *shapes, row.fprop, row.dgrad, row.wgrad, row.reason)
+
+
+def tabulate(
+    sites: Iterable[dataflow.Site],
+    decisions: Mapping[dataflow.Id, Sequence[policy.Decision]],
+) -> Coverage:
+  """The coverage of sites under the decisions of a policy."""
+  rows: list[Row] = []
+  for site in sites:
+    left = policy.Decision(recipes.bf16(), (site.reason,) * 3)
+    position = 0
+    for decision, run in itertools.groupby(decisions.get(site.id, [left])):
+      count = len(list(run))
+      layers = (position, position + count - 1) if site.scanned else None
+      rows.append(_row(site, decision, layers))
+      position += count
+  return Coverage(tuple(rows))
+
+
+def _row(site, decision, layers) -> Row:
+  gemms = {
+      gemm: LEFT if how is None else str(how)
+      for gemm in recipes.GEMMS
+      for how in [getattr(decision.recipe, gemm)]
+  }
+  return Row(
+      path=site.path,
+      name=site.name,
+      kind=site.kind,
+      lhs_shape=site.lhs and tuple(site.lhs.shape),
+      rhs_shape=site.rhs and tuple(site.rhs.shape),
+      layers=layers,
+      reason="; ".join(dict.fromkeys(decision.reasons)),
+      **gemms,
+  )

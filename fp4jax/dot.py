@@ -1,0 +1,249 @@
+"""The quantised dot_general: fprop, dgrad and wgrad of one linear layer.
+
+Every operand is brought to K-major form, [*batch, rows, contraction], so the
+three GEMMs are one expression with three pairs of operands:
+
+  fprop  y  = x · w     x [*b, m, k]   w [*b, n, k]
+  dgrad  dx = g · wᵀ    g [*b, m, n]   wᵀ [*b, k, n]
+  wgrad  dw = gᵀ · x    gᵀ [*b, n, m]  xᵀ [*b, k, m]
+
+What the backward pass keeps is the quantised operands of its own GEMMs, made
+in the forward pass from the same high-precision arrays.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+import numpy as np
+
+from fp4jax import backends
+from fp4jax import block_scaled
+from fp4jax import errors
+from fp4jax import recipes
+from fp4jax import rounding
+
+RESIDUAL = "fp4jax_residual"
+"""The ``checkpoint_name`` of everything that a quantised dot keeps."""
+
+# Rows of the streams table: operand = 2 * GEMM + (0 for lhs, 1 for rhs).
+OPERANDS = 2 * len(recipes.GEMMS)
+_X, _W, _G, _WT, _XT, _GT = range(OPERANDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+  """What is static of one quantised dot: recipe, output dtype, site name."""
+
+  recipe: recipes.Recipe
+  out_dtype: Any
+  precision: Any
+  site: str
+
+
+def dot(
+    lhs,
+    rhs,
+    dimension_numbers,
+    *,
+    recipe: recipes.Recipe,
+    key=None,
+    weight: str = "rhs",
+    precision=None,
+    preferred_element_type=None,
+    backend: str | None = None,
+    site: str = "dot",
+):
+  """``lax.dot_general`` whose three GEMMs are quantised by a recipe.
+
+  Args:
+    lhs: float array.
+    rhs: float array.
+    dimension_numbers: as ``jax.lax.dot_general``'s, any batch, contracted and
+      free axes; no size needs to be a multiple of anything.
+    recipe: what fprop, dgrad and wgrad do.
+    key: PRNG key (typed or raw), or the uint32[6, 3] streams of its operands.
+      Needed where a stochastically rounded GEMM runs.
+    weight: "rhs" or "lhs", the side that holds the weight.
+    precision: of GEMMs that the recipe leaves alone.
+    preferred_element_type: the output's dtype, as ``dot_general``'s.
+    backend: "reference", or None to choose by device.
+    site: name for errors.
+
+  Returns:
+    What ``lax.dot_general`` returns, of the same shape and dtype. NaN
+    everywhere where an operand holds NaN or Inf.
+
+  Raises:
+    MissingKeyError: a stochastically rounded GEMM runs and ``key`` is None.
+    ValueError: operands are not real floats.
+    UnsupportedError: the backend cannot serve the recipe.
+
+  >>> import fp4jax
+  >>> x, w = jnp.eye(16), jnp.full((16, 8), 3.0)
+  >>> y = dot(x, w, (((1,), (0,)), ((), ())), recipe=fp4jax.recipes.nvfp4())
+  >>> y.shape, float(y[0, 0])
+  ((16, 8), 3.0)
+  """
+  for name, x in (("lhs", lhs), ("rhs", rhs)):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      raise ValueError(
+          f"{site}: {name} has dtype {x.dtype}, needed a real float; exclude"
+          f' the site with Rule(path="{site}", recipe=None).'
+      )
+  if weight not in ("lhs", "rhs"):
+    raise ValueError(f"{site}: weight={weight!r}; use 'lhs' or 'rhs'.")
+  backends.check(recipe, backend)
+  dtype = preferred_element_type or jnp.result_type(lhs, rhs)
+  spec = _Spec(recipe, np.dtype(dtype), precision, site)
+  streams = None if key is None else _streams(key)
+  (lc, rc), (lb, rb) = dimension_numbers
+  if weight == "rhs":
+    x, w, xc, wc, xb, wb = lhs, rhs, lc, rc, lb, rb
+  else:
+    x, w, xc, wc, xb, wb = rhs, lhs, rc, lc, rb, lb
+  order = sorted(range(len(wc)), key=lambda i: wc[i])
+  x2, batch, m = _k_major(x, xb, [xc[i] for i in order])
+  w2, _, n = _k_major(w, wb, [wc[i] for i in order])
+  y = _linear(x2, w2, streams, spec)
+  if weight == "rhs":
+    return y.reshape(*batch, *m, *n)
+  return jnp.swapaxes(y, -1, -2).reshape(*batch, *n, *m)
+
+
+def _k_major(x, batch, contract):
+  """[*batch, rows, k], and the sizes of the batch and free axes."""
+  free = [i for i in range(x.ndim) if i not in batch and i not in contract]
+  sizes = [[x.shape[i] for i in axes] for axes in (batch, free, contract)]
+  x = lax.transpose(x, (*batch, *free, *contract))
+  lead = (math.prod(sizes[0]),) if batch else ()
+  x = x.reshape(*lead, math.prod(sizes[1]), math.prod(sizes[2]))
+  return x, sizes[0], sizes[1]
+
+
+def _streams(key):
+  """uint32[6, 3]: one stream an operand."""
+  if key.dtype == jnp.uint32 and key.shape == (OPERANDS, 3):
+    return key
+  words = rounding.site_keys(
+      key, jnp.uint32(0), jnp.arange(OPERANDS, dtype=jnp.uint32)
+  )
+  return jnp.pad(words, ((0, 0), (0, 1)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear(x, w, streams, spec):
+  _check_key(streams, spec, ("fprop",))
+  gemm = spec.recipe.fprop
+  return _gemm(
+      _operand(x, gemm and gemm.lhs, streams, _X),
+      _operand(w, gemm and gemm.rhs, streams, _W),
+      spec.out_dtype,
+      spec.precision,
+  )
+
+
+def _linear_fwd(x, w, streams, spec):
+  _check_key(streams, spec, recipes.GEMMS)
+  fprop, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
+  xq = _operand(x, fprop and fprop.lhs, streams, _X)
+  wq = _operand(w, fprop and fprop.rhs, streams, _W)
+  y = _gemm(xq, wq, spec.out_dtype, spec.precision)
+  xt = _kept(x, xq, wgrad and wgrad.lhs, fprop and fprop.lhs, streams, _XT)
+  wt = _kept(w, wq, dgrad and dgrad.rhs, fprop and fprop.rhs, streams, _WT)
+  return y, (xt, wt, streams)
+
+
+def _linear_bwd(spec, residuals, g):
+  xt, wt, streams = residuals
+  _, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
+  dx = _gemm(
+      _operand(g, dgrad and dgrad.lhs, streams, _G),
+      wt,
+      xt.array.dtype,
+      spec.precision,
+  )
+  dw = _gemm(
+      _operand(g, wgrad and wgrad.rhs, streams, _GT, transposed=True),
+      xt,
+      wt.array.dtype,
+      spec.precision,
+  )
+  zero = None
+  if streams is not None:
+    zero = np.zeros(streams.shape, jax.dtypes.float0)
+  return dx, dw, zero
+
+
+_linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("array",),
+    meta_fields=("contract",),
+)
+@dataclasses.dataclass(frozen=True)
+class _Operand:
+  """A GEMM operand, an array or a ``BlockScaled``, and the axis it contracts."""
+
+  array: Any
+  contract: int
+
+
+def _operand(x, operand, streams, index, transposed=False, packed=False):
+  """Quantises ``x`` along the axis that is contracted; None leaves it alone."""
+  axis = -2 if transposed else -1
+  if operand is None:
+    return _Operand(x, axis)
+  stream = streams[index] if operand.rounding == "sr" else None
+  quantised = block_scaled.quantize_array(
+      x, operand, stream, axis=axis, packed=packed
+  )
+  return _Operand(quantised, -1)
+
+
+def _kept(x, forward, operand, forward_operand, streams, index):
+  """The backward GEMM's operand, transposed, from the forward pass."""
+  if operand is not None and operand == forward_operand and operand.transposable:
+    array = forward.array
+    if isinstance(array, block_scaled.BlockScaled):
+      array = array.pack()
+    kept = _Operand(array, -2)
+  else:
+    kept = _operand(x, operand, streams, index, transposed=True, packed=True)
+  return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), kept)
+
+
+def _gemm(lhs: _Operand, rhs: _Operand, dtype, precision):
+  """[*batch, m, n] product of two K-major operands."""
+  quantised = isinstance(lhs.array, block_scaled.BlockScaled)
+  if quantised:
+    left, right = lhs.array.decode(), rhs.array.decode()
+    kwargs = {"preferred_element_type": jnp.float32}
+  else:
+    left, right = lhs.array, rhs.array
+    kwargs = {"preferred_element_type": dtype, "precision": precision}
+  batch = tuple(range(left.ndim - 2))
+  contract = ((left.ndim + lhs.contract,), (right.ndim + rhs.contract,))
+  y = lax.dot_general(left, right, (contract, (batch, batch)), **kwargs)
+  if quantised:
+    scale = lhs.array.tensor_scale * rhs.array.tensor_scale
+    y = y * scale[..., None, None]
+  return y.astype(dtype)
+
+
+def _check_key(streams, spec, gemms):
+  missing = [g for g in gemms if g in spec.recipe.stochastic]
+  if streams is None and missing:
+    raise errors.MissingKeyError(
+        f"site {spec.site}: recipe {spec.recipe.name} rounds"
+        f" {', '.join(missing)} stochastically and no key was given; pass"
+        " fp4_key=jax.random.key(step) to the quantised function (key= to"
+        " fp4jax.dot), or evaluate without differentiating."
+    )

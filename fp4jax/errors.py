@@ -1,0 +1,13 @@
+"""Errors of fp4jax: one sentence of what, got, needed and how to fix."""
+
+
+class PolicyError(ValueError):
+  """A policy does not fit the model it is applied to."""
+
+
+class MissingKeyError(ValueError):
+  """A recipe with stochastic rounding is differentiated without a key."""
+
+
+class UnsupportedError(NotImplementedError):
+  """Hardware, backend or JAX cannot do what a recipe asks for."""

@@ -1,0 +1,88 @@
+"""Ready-made policies."""
+
+from fp4jax import recipes
+from fp4jax.policy import Policy
+from fp4jax.policy import Rule
+
+_STACKS = ("*[Bb]lock", "*[Bb]locks", "*[Ll]ayer", "*[Ll]ayers", "h")
+BLOCKS = (
+    *(f"**/{name}/{{layer}}/**" for name in _STACKS),
+    *(f"**/{name}*/**" for name in _STACKS[:-1]),
+    "**/h/**",
+    *(f"**/{name}*_{{layer}}/**" for name in _STACKS[:-1]),
+    "**/h_{layer}/**",
+)
+"""Usual names of a network's blocks: lists, scanned stacks, numbered modules."""
+
+HEADS = (
+    "**/*head*/**",
+    "**/*[Ee]mbed*/**",
+    "**/*logits*/**",
+    "**/wte/**",
+    "**/output/**",
+)
+"""Usual names of embeddings and output heads."""
+
+
+def all_linear(recipe: recipes.Recipe | None = None) -> Policy:
+  """Every linear layer follows one recipe (default ``nvfp4``)."""
+  return Policy(default=recipe or recipes.nvfp4())
+
+
+def bf16() -> Policy:
+  """Leaves the model as it is; coverage then lists what could be quantised."""
+  return Policy(default=None)
+
+
+def nemotron(
+    first: int = 2,
+    last: int = 8,
+    *,
+    recipe: recipes.Recipe | None = None,
+    blocks: str | tuple[str, ...] = BLOCKS,
+    heads: str | tuple[str, ...] = HEADS,
+) -> Policy:
+  """The paper's policy: first and last blocks, embeddings and head in BF16.
+
+  Args:
+    first: blocks at the beginning that are left alone.
+    last: blocks at the end that are left alone.
+    recipe: the recipe of everything else, default ``nvfp4``.
+    blocks: globs that name the blocks, see ``Rule.path``.
+    heads: globs that name embeddings and output heads; may match nothing.
+
+  Returns:
+    A policy.
+
+  References:
+    NVIDIA, arXiv 2509.25149, section 4.1 and appendix A.
+  """
+  if first < 0 or last < 0:
+    raise ValueError(
+        f"nemotron: first={first}, last={last}; needed counts of 0 or more."
+    )
+  rules = [Rule(path=heads, recipe=None, optional=True)]
+  if first:
+    rules.append(Rule(path=blocks, layers=slice(0, first), recipe=None))
+  if last:
+    rules.append(Rule(path=blocks, layers=slice(-last, None), recipe=None))
+  return Policy(rules=tuple(rules), default=recipe or recipes.nvfp4())
+
+
+def last_fraction(
+    fraction: float = 0.15,
+    *,
+    recipe: recipes.Recipe | None = None,
+    blocks: str | tuple[str, ...] = BLOCKS,
+    heads: str | tuple[str, ...] = HEADS,
+) -> Policy:
+  """The last fraction of the blocks, rounded up, and the head in BF16."""
+  if not 0 <= fraction < 1:
+    raise ValueError(
+        f"last_fraction: fraction={fraction!r}; needed at least 0, below 1."
+    )
+  rules = [Rule(path=heads, recipe=None, optional=True)]
+  if fraction:
+    tail = slice(-float(fraction), None)
+    rules.append(Rule(path=blocks, layers=tail, recipe=None))
+  return Policy(rules=tuple(rules), default=recipe or recipes.nvfp4())

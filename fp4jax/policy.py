@@ -1,0 +1,338 @@
+"""Policies: which recipe each site follows, by name and by layer.
+
+A policy is an ordered tuple of rules over the paths of the weights; the first
+rule that matches decides. ``resolve`` turns a policy and the sites that a model
+has into one recipe a site and layer, and refuses policies that do not fit.
+"""
+
+import collections
+from collections.abc import Sequence
+import dataclasses
+import difflib
+import functools
+import math
+import re
+
+from fp4jax import errors
+from fp4jax import recipes
+
+Layers = int | slice | frozenset[int] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+  """One line of a policy.
+
+  Attributes:
+    path: a glob over the weight's path, or a tuple of globs of which any may
+      match: ``*`` within a component, ``**`` over components, ``[0-2]``, and
+      ``{layer}``, which captures an integer.
+    recipe: the recipe of matching sites; None leaves them as the model wrote
+      them.
+    layers: restricts the rule to layer indices: an int, a slice, or a set of
+      ints. Indices are what ``{layer}`` captured or, without ``{layer}``, the
+      position in the scan that consumes the weight (nested scans count in
+      execution order). Negative indices count from the largest index among the
+      sites that the path matches; a slice's float bounds are fractions of the
+      number of layers, rounded away from zero.
+    gemms: restricts the rule to some of "fprop", "dgrad", "wgrad"; the others
+      are decided by the rules after it.
+    optional: whether the rule may match nothing.
+  """
+
+  path: str | tuple[str, ...]
+  recipe: recipes.Recipe | None
+  layers: Layers = None
+  gemms: tuple[str, ...] | None = None
+  optional: bool = False
+
+  def __post_init__(self):
+    paths = (self.path,) if isinstance(self.path, str) else tuple(self.path)
+    if not paths or not all(isinstance(p, str) and p for p in paths):
+      raise ValueError(
+          f"Rule: path={self.path!r} holds no pattern; use a glob such as"
+          ' "**/mlp/**".'
+      )
+    object.__setattr__(
+        self, "path", self.path if isinstance(self.path, str) else paths
+    )
+    if self.recipe is not None and not isinstance(self.recipe, recipes.Recipe):
+      raise ValueError(
+          f"Rule: recipe={self.recipe!r} is no Recipe; call one of"
+          " fp4jax.recipes, as in recipe=fp4jax.recipes.nvfp4(), or None."
+      )
+    if isinstance(self.layers, (set, frozenset, list, tuple, range)):
+      object.__setattr__(self, "layers", frozenset(self.layers))
+    elif not isinstance(self.layers, (int, slice, type(None))):
+      raise ValueError(
+          f"Rule: layers={self.layers!r}; use an int, a slice or a set of ints."
+      )
+    if self.gemms is not None:
+      object.__setattr__(self, "gemms", tuple(self.gemms))
+      unknown = [g for g in self.gemms if g not in recipes.GEMMS]
+      if unknown or not self.gemms:
+        raise ValueError(
+            f"Rule: gemms={self.gemms!r}; use some of"
+            f" {', '.join(recipes.GEMMS)}."
+        )
+
+  @property
+  def paths(self) -> tuple[str, ...]:
+    """The globs of the rule."""
+    return (self.path,) if isinstance(self.path, str) else self.path
+
+  def __str__(self):
+    text = f'"{self.paths[0]}"' + (", …" if len(self.paths) > 1 else "")
+    if self.layers is not None:
+      text += f" layers={_layers_text(self.layers)}"
+    if self.gemms is not None:
+      text += f" gemms={','.join(self.gemms)}"
+    return text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+  """Ordered rules, and the recipe of what no rule matches.
+
+  Attributes:
+    rules: the first that matches a site's path (and layer, and GEMM) decides.
+    default: the recipe of every other site; None leaves those as written.
+
+  >>> policy = Policy(
+  ...     rules=(Rule(path="**/lm_head/**", recipe=None),),
+  ...     default=recipes.nvfp4(),
+  ... )
+  >>> policy == dataclasses.replace(policy), hash(policy) == hash(policy)
+  (True, True)
+  """
+
+  rules: tuple[Rule, ...] = ()
+  default: recipes.Recipe | None = None
+
+  def __post_init__(self):
+    object.__setattr__(self, "rules", tuple(self.rules))
+    for rule in self.rules:
+      if not isinstance(rule, Rule):
+        raise ValueError(
+            f"Policy: {rule!r} is no Rule; write Rule(path=..., recipe=...)."
+        )
+    if self.default is not None and not isinstance(
+        self.default, recipes.Recipe
+    ):
+      raise ValueError(
+          f"Policy: default={self.default!r} is no Recipe; call one of"
+          " fp4jax.recipes, as in default=fp4jax.recipes.nvfp4(), or None."
+      )
+
+  @property
+  def quantises(self) -> bool:
+    """Whether any rule or the default asks for quantisation."""
+    asked = [rule.recipe for rule in self.rules] + [self.default]
+    return any(recipe is not None and recipe.quantises for recipe in asked)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+  """The recipe of one site and layer, and which rule decided each GEMM."""
+
+  recipe: recipes.Recipe
+  reasons: tuple[str, str, str]
+
+
+_LEFT = recipes.bf16()
+
+
+@functools.lru_cache(maxsize=1024)
+def _regex(glob: str) -> re.Pattern:
+  """Compiles a path glob."""
+  parts = glob.split("/")
+  text = ""
+  for i, part in enumerate(parts):
+    last = i == len(parts) - 1
+    if part == "**":
+      text += "(?:[^/]+(?:/[^/]+)*)?" if last else "(?:[^/]+/)*?"
+      continue
+    piece = re.escape(part)
+    piece = piece.replace(r"\{layer\}", r"(?P<layer>\d+)")
+    piece = piece.replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
+    piece = re.sub(
+        r"\\\[(.*?)\\\]",
+        lambda m: "[" + m.group(1).replace("\\-", "-") + "]",
+        piece,
+    )
+    text += piece
+    # "a/**" also matches "a" itself.
+    text += "" if last else "(?:/|$)" if parts[i + 1 :] == ["**"] else "/"
+  try:
+    return re.compile(text)
+  except re.error as e:
+    raise ValueError(
+        f"Rule: path={glob!r} is no valid pattern ({e}); use *, **, [0-2] and"
+        " one {layer}."
+    ) from e
+
+
+def matches(glob: str, path: str) -> re.Match | None:
+  """The match of a whole path, or None.
+
+  >>> matches("**/blocks_{layer}/**", "params/blocks_3/up/kernel")["layer"]
+  '3'
+  >>> matches("**/up/**", "params/upper/kernel")
+  """
+  return _regex(glob).fullmatch(path)
+
+
+def _layers_text(layers: Layers) -> str:
+  if isinstance(layers, slice):
+    bounds = [layers.start, layers.stop] + ([layers.step] * bool(layers.step))
+    return "[" + ":".join("" if b is None else str(b) for b in bounds) + "]"
+  if isinstance(layers, frozenset):
+    return "{" + ", ".join(map(str, sorted(layers))) + "}"
+  return str(layers)
+
+
+def _selected(layers: Layers, count: int) -> frozenset[int]:
+  """The indices in range(count) that ``layers`` names."""
+
+  def whole(bound):
+    if not isinstance(bound, float):
+      return bound
+    return int(math.copysign(math.ceil(abs(bound) * count - 1e-9), bound))
+
+  indices = range(count)
+  if layers is None:
+    return frozenset(indices)
+  if isinstance(layers, slice):
+    # A bound of "-0 layers" means the end, not the beginning.
+    start, stop = whole(layers.start), whole(layers.stop)
+    if start == 0 and isinstance(layers.start, float) and layers.start < 0:
+      start = count
+    return frozenset(indices[start : stop : layers.step])
+  wanted = layers if isinstance(layers, frozenset) else {layers}
+  return frozenset(i % count for i in wanted if -count <= i < count)
+
+
+def _layer_indices(rule: Rule, site) -> Sequence[int | None] | None:
+  """The layer index of each of a site's positions; None without a match."""
+  for glob in rule.paths:
+    for path in site.paths:
+      match = matches(glob, path)
+      if match is None:
+        continue
+      if match.groupdict().get("layer") is not None:
+        return [int(match["layer"])] * site.positions
+      if site.scanned:
+        return range(site.positions)
+      if rule.layers is None:
+        return [None] * site.positions
+  return None
+
+
+def resolve(
+    policy: Policy, sites: Sequence, parameters: Sequence[str] = ()
+) -> list[list[Decision]]:
+  """One decision for each site and each position in the scans around it.
+
+  Args:
+    policy: the policy.
+    sites: objects with ``paths`` (of the weights), ``scanned`` and
+      ``positions`` (layers of a scanned stack, else 1).
+    parameters: paths of all parameters: a rule that leaves parameters alone
+      which no GEMM reads is no mistake.
+
+  Returns:
+    A list for each site with a ``Decision`` for each position.
+
+  Raises:
+    PolicyError: a rule matches nothing, or nothing at all is quantised.
+  """
+  chosen: list[list[dict]] = [[{} for _ in range(s.positions)] for s in sites]
+  for rule in policy.rules:
+    indices = [_layer_indices(rule, site) for site in sites]
+    known = [i for per in indices if per for i in per if i is not None]
+    selected = _selected(rule.layers, 1 + max(known, default=-1))
+    used = False
+    for site, per in zip(chosen, indices, strict=True):
+      for gemms, index in zip(site, per or (), strict=per is not None):
+        if rule.layers is not None and index not in selected:
+          continue
+        used = True
+        for gemm in rule.gemms or recipes.GEMMS:
+          gemms.setdefault(gemm, (rule.recipe, f"rule {rule}"))
+    if not used and not rule.optional:
+      _check_harmless(rule, sites, parameters, known)
+  decisions = [[_decide(policy, gemms) for gemms in site] for site in chosen]
+  quantised = any(d.recipe.quantises for site in decisions for d in site)
+  if policy.quantises and not quantised:
+    raise errors.PolicyError(_nothing_quantised(policy, sites))
+  return decisions
+
+
+def _decide(policy: Policy, gemms: dict) -> Decision:
+  asked = {g: gemms.get(g, (policy.default, "default")) for g in recipes.GEMMS}
+  used = [recipe or _LEFT for recipe, _ in asked.values()]
+  reasons = tuple(reason for _, reason in asked.values())
+  if used[0] == used[1] == used[2]:
+    return Decision(used[0], reasons)
+  names = collections.Counter(recipe.name for recipe in used)
+  parts = {g: getattr(r, g) for g, r in zip(recipes.GEMMS, used, strict=True)}
+  return Decision(recipes.Recipe(name="+".join(names), **parts), reasons)
+
+
+def _check_harmless(rule, sites, parameters, known):
+  """Raises unless an unused rule leaves alone what no GEMM reads anyway."""
+  named = [p for s in sites for p in s.paths]
+  unread = [p for p in parameters if p not in named]
+  hit = any(matches(glob, path) for glob in rule.paths for path in unread)
+  if hit and rule.recipe is None:
+    return
+  matched = [p for p in named if any(matches(g, p) for g in rule.paths)]
+  if matched and not known:
+    raise errors.PolicyError(
+        f"rule {rule} matches {matched[0]}, which has no layer index; capture"
+        " one with {layer} in the path, or scan over the stacked weights (a"
+        " fori_loop that indexes them has no per-layer rules)."
+    )
+  if matched:
+    raise errors.PolicyError(
+        f"rule {rule} names none of the layers 0 to {max(known)} of"
+        f" {matched[0]}; correct layers=, or set optional=True."
+    )
+  raise errors.PolicyError(
+      f"rule {rule} matches none of the model's {len(named)} linear layers;"
+      f" did you mean {_nearest(rule.paths[0], named)}? Correct the path, or"
+      " set optional=True."
+  )
+
+
+def _nothing_quantised(policy: Policy, sites) -> str:
+  named = [p for s in sites for p in s.paths]
+  if not named:
+    return (
+        "the policy quantises nothing: no operand of any contraction comes from"
+        " the parameters; pass the parameters as the first argument (or name"
+        " its position with params_argnums) instead of closing over them."
+    )
+  asked = [str(r) for r in policy.rules if r.recipe and r.recipe.quantises]
+  wanted = f"rules {'; '.join(asked)}" if asked else "the default"
+  return (
+      f"the policy quantises nothing: {wanted} would, but earlier rules leave"
+      f" all {len(named)} linear layers alone (nearest:"
+      f" {_nearest(named[0], named)}); narrow those rules, or use"
+      " fp4jax.policies.bf16()."
+  )
+
+
+def _nearest(glob: str, paths: Sequence[str], count: int = 3) -> str:
+  """The paths most like a glob, for error messages."""
+  plain = re.sub(r"[*?{}\[\]]|layer", "", glob).strip("/")
+  paths = list(dict.fromkeys(paths))
+
+  def likeness(path):
+    pieces = [*path.split("/"), path]
+    return max(
+        difflib.SequenceMatcher(None, plain, piece).ratio() for piece in pieces
+    )
+
+  best = sorted(paths, key=likeness, reverse=True)[:count]
+  return ", ".join(best) if best else "(it has none)"

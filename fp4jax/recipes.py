@@ -1,0 +1,258 @@
+"""Recipes: what one linear layer does in its three GEMMs.
+
+A recipe is plain data. Variants are made with ``dataclasses.replace``:
+
+>>> import dataclasses
+>>> recipe = nvfp4()
+>>> no_rht = dataclasses.replace(recipe.wgrad.lhs, rht=None)
+>>> dataclasses.replace(recipe, wgrad=Gemm(lhs=no_rht, rhs=no_rht)).wgrad.lhs.rht
+"""
+
+import dataclasses
+from typing import Literal
+
+from fp4jax import formats
+
+Rounding = Literal["rne", "sr"]
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rht:
+  """Random Hadamard transform: group size and fixed sign vector.
+
+  Attributes:
+    size: elements a group, a power of two from 2 to 128.
+    signs: bit i set means sign -1 of element i; 16 bits, repeated over longer
+      groups.
+  """
+
+  size: int = 16
+  signs: int = 0xD7E8
+
+  def __post_init__(self):
+    if self.size not in (2, 4, 8, 16, 32, 64, 128):
+      raise ValueError(
+          f"Rht: size={self.size!r} is no power of two from 2 to 128; the"
+          " paper's is 16."
+      )
+    if not 0 <= self.signs < 1 << 16:
+      raise ValueError(
+          f"Rht: signs={self.signs!r} has more than 16 bits; the default is"
+          " 0xD7E8."
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operand:
+  """How one operand of a GEMM is quantised.
+
+  Attributes:
+    format: a name in ``fp4jax.formats.FORMATS``.
+    block: rows and contraction elements that share a block scale, (1, b) or
+      (b, b) with the format's b; ignored by formats without blocks.
+    rounding: "rne" (nearest, ties to even) or "sr" (stochastic).
+    rht: the rotation along the contraction axis before quantising, or None.
+      Both operands of a GEMM must agree.
+    scale_guard: fraction of the largest code that a block's amax maps to;
+      16/17 makes stochastic rounding unbiased.
+    four_over_six: per block the better of amax→6 and amax→4 (RNE only).
+    sr_bits: random bits an element, 16 or 8 (Blackwell's ``cvt.rs``).
+  """
+
+  format: str = "nvfp4"
+  block: tuple[int, int] = (1, 16)
+  rounding: Rounding = "rne"
+  rht: Rht | None = None
+  scale_guard: float = 1.0
+  four_over_six: bool = False
+  sr_bits: int = 16
+
+  def __post_init__(self):
+    if self.format not in formats.FORMATS:
+      raise ValueError(
+          f"Operand: format={self.format!r} is not known; use one of"
+          f" {', '.join(formats.FORMATS)}, or leave the GEMM None for BF16."
+      )
+    block = formats.FORMATS[self.format].block
+    if block and self.block not in ((1, block), (block, block)):
+      raise ValueError(
+          f"Operand: block={self.block!r} does not fit {self.format}; use"
+          f" (1, {block}) or ({block}, {block})."
+      )
+    if self.rounding not in ("rne", "sr"):
+      raise ValueError(
+          f"Operand: rounding={self.rounding!r}; use 'rne' or 'sr'."
+      )
+    if self.four_over_six and self.rounding == "sr":
+      raise ValueError(
+          "Operand: four_over_six=True with rounding='sr' would bias the"
+          " gradient; choose one of them."
+      )
+    if self.four_over_six and not self.format.startswith("nvfp4"):
+      raise ValueError(
+          f"Operand: four_over_six=True with format={self.format!r}; it is"
+          " defined for nvfp4 and nvfp4_fp8_exact."
+      )
+    if not 0.5 <= self.scale_guard <= 1.5:
+      raise ValueError(
+          f"Operand: scale_guard={self.scale_guard!r} is outside [0.5, 1.5];"
+          " 1.0 is the paper's, 16/17 unbiased."
+      )
+    if self.scale_guard != 1.0 and self.format != "nvfp4":
+      raise ValueError(
+          f"Operand: scale_guard={self.scale_guard!r} with"
+          f" format={self.format!r}; it is defined for nvfp4."
+      )
+    if self.scale_guard != 1.0 and self.four_over_six:
+      raise ValueError(
+          "Operand: scale_guard and four_over_six both change the range of"
+          " codes; choose one of them."
+      )
+    if self.sr_bits not in (8, 16):
+      raise ValueError(f"Operand: sr_bits={self.sr_bits!r}; use 16 or 8.")
+
+  @property
+  def transposable(self) -> bool:
+    """Whether Q(x) transposed and Q(x transposed) are the same numbers."""
+    square = (
+        self.block[0] == self.block[1]
+        or formats.FORMATS[self.format].block is None
+    )
+    return square and self.rht is None and self.rounding == "rne"
+
+  def __str__(self):
+    text = self.format
+    if self.block[0] > 1:
+      text += f" {self.block[0]}x{self.block[1]}"
+    if self.rht:
+      text += " rht" if self.rht.size == 16 else f" rht{self.rht.size}"
+    if self.rounding == "sr":
+      text += " sr"
+    if self.four_over_six:
+      text += " 4/6"
+    return text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemm:
+  """The two operands of one GEMM; both contract along their K-major axis."""
+
+  lhs: Operand
+  rhs: Operand
+
+  def __post_init__(self):
+    if self.lhs.rht != self.rhs.rht:
+      raise ValueError(
+          f"Gemm: lhs.rht={self.lhs.rht} and rhs.rht={self.rhs.rht} differ, so"
+          " the rotation would not cancel; give both the same."
+      )
+
+  def __str__(self):
+    return f"{self.lhs} · {self.rhs}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+  """What one linear layer does: ``y = x w`` and its two gradients.
+
+  Attributes:
+    name: for tables and logs.
+    fprop: lhs x, rhs w, contraction K.
+    dgrad: lhs g, rhs wᵀ, contraction N.
+    wgrad: lhs xᵀ, rhs gᵀ, contraction tokens.
+
+  A GEMM that is None runs as the model wrote it.
+  """
+
+  name: str
+  fprop: Gemm | None = None
+  dgrad: Gemm | None = None
+  wgrad: Gemm | None = None
+
+  @property
+  def quantises(self) -> bool:
+    """Whether any GEMM is quantised."""
+    return any((self.fprop, self.dgrad, self.wgrad))
+
+  @property
+  def stochastic(self) -> tuple[str, ...]:
+    """Names of the GEMMs that need a key."""
+    return tuple(
+        name
+        for name in GEMMS
+        if (gemm := getattr(self, name))
+        and "sr" in (gemm.lhs.rounding, gemm.rhs.rounding)
+    )
+
+
+def _three(name, x, w, g, wt=None, xt=None, gt=None) -> Recipe:
+  """The recipe table: fprop x·w, dgrad g·wᵀ, wgrad xᵀ·gᵀ."""
+  return Recipe(
+      name=name,
+      fprop=Gemm(lhs=x, rhs=w),
+      dgrad=Gemm(lhs=g, rhs=wt or w),
+      wgrad=Gemm(lhs=xt or x, rhs=gt or g),
+  )
+
+
+def nvfp4() -> Recipe:
+  """The paper's recipe: 1x16 activations, 16x16 weights, RHT on wgrad, SR.
+
+  References:
+    NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
+  """
+  return _nvfp4("nvfp4", "nvfp4")
+
+
+def nvfp4_fp8_exact() -> Recipe:
+  """``nvfp4`` with block scales whose products with codes are E4M3 numbers.
+
+  Hopper's FP8 tensor cores then take exact operands. RNE operands choose
+  between amax→6 and amax→4 per block.
+  """
+  return _nvfp4("nvfp4_fp8_exact", "nvfp4_fp8_exact", four_over_six=True)
+
+
+def _nvfp4(name: str, format: str, four_over_six: bool = False) -> Recipe:
+  x = Operand(format=format, four_over_six=four_over_six)
+  w = dataclasses.replace(x, block=(16, 16))
+  g = Operand(format=format, rounding="sr")
+  return _three(
+      name,
+      x,
+      w,
+      g,
+      xt=dataclasses.replace(x, rht=Rht()),
+      gt=dataclasses.replace(g, rht=Rht()),
+  )
+
+
+def mxfp4() -> Recipe:
+  """OCP MXFP4 throughout, 1x32 blocks, with the paper's RHT and SR."""
+  x = Operand(format="mxfp4", block=(1, 32))
+  g = dataclasses.replace(x, rounding="sr")
+  xt = dataclasses.replace(x, rht=Rht())
+  gt = dataclasses.replace(g, rht=Rht())
+  return _three("mxfp4", x, x, g, xt=xt, gt=gt)
+
+
+def mxfp8() -> Recipe:
+  """OCP MXFP8 throughout: E4M3, 1x32 blocks, nearest rounding."""
+  x = Operand(format="mxfp8", block=(1, 32))
+  return _three("mxfp8", x, x, x)
+
+
+def fp8(gradient: str = "fp8_e5m2") -> Recipe:
+  """FP8 with per-tensor current scaling.
+
+  Args:
+    gradient: "fp8_e5m2", or "fp8_e4m3" as the paper's baseline.
+  """
+  x = Operand(format="fp8_e4m3")
+  return _three("fp8", x, x, Operand(format=gradient))
+
+
+def bf16() -> Recipe:
+  """Every GEMM as the model wrote it."""
+  return Recipe(name="bf16")

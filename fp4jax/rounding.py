@@ -1,0 +1,131 @@
+"""Rounding decisions and the counter-based generator behind them.
+
+A quantiser sees a value as ``floor code + fraction`` on its grid; rounding
+decides whether the code goes up by one. Nearest-even looks at the fraction
+alone, stochastic rounding compares it with random bits that depend only on the
+key and on where the element sits in the operand, never on tiles or devices.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_SITE_TAG = 0x66703464  # "fp4d": keeps site keys apart from element bits
+
+
+def philox4x32(counter, key):
+  """Philox4x32-10.
+
+  Args:
+    counter: four uint32 arrays that broadcast against each other.
+    key: two uint32 arrays or scalars that broadcast against ``counter``.
+
+  Returns:
+    Four uint32 arrays of the broadcast shape.
+
+  >>> [hex(w) for w in philox4x32((0, 0, 0, 0), (0, 0))]
+  ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+
+  References:
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+  """
+  words = jnp.broadcast_arrays(
+      *(jnp.asarray(w, jnp.uint32) for w in (*counter, *key))
+  )
+  m0, m1 = (jnp.full_like(words[0], m) for m in _MULTIPLIERS)
+  w0, w1 = (jnp.uint32(w) for w in _WEYL)
+
+  def one_round(_, state):
+    c0, c1, c2, c3, k0, k1 = state
+    return (
+        lax.mulhi(c2, m1) ^ c1 ^ k0,
+        c2 * m1,
+        lax.mulhi(c0, m0) ^ c3 ^ k1,
+        c0 * m0,
+        k0 + w0,
+        k1 + w1,
+    )
+
+  return lax.fori_loop(0, _ROUNDS, one_round, tuple(words))[:4]
+
+
+def key_words(key) -> jax.Array:
+  """The uint32[2] that a typed or raw PRNG key of any generator stands for."""
+  if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    key = jax.random.key_data(key)
+  if key.dtype != jnp.uint32 or key.shape not in ((2,), (4,)):
+    raise ValueError(
+        f"fp4_key has shape {key.shape} and dtype {key.dtype}, needed one PRNG"
+        " key (uint32[2] or uint32[4]): pass jax.random.key(seed)."
+    )
+  return key if key.shape == (2,) else key[:2] ^ key[2:]
+
+
+def site_keys(key, sites, operands) -> jax.Array:
+  """uint32[..., 2] key words of sites and operands (integer arrays)."""
+  u0, u1 = key_words(key)
+  words = philox4x32((sites, operands, 0, _SITE_TAG), (u0, u1))
+  return jnp.stack(words[:2], -1)
+
+
+def site_stream(key, site: int = 0, operand: int = 0, loop=0) -> jax.Array:
+  """The uint32[3] stream (two key words, loop counter) of one operand."""
+  words = site_keys(key, jnp.uint32(site), jnp.uint32(operand))
+  return jnp.concatenate([words, jnp.asarray(loop, jnp.uint32)[None]])
+
+
+def random_bits(stream, shape, bits: int = 16) -> jax.Array:
+  """Random bits of every element of an operand, by its position alone.
+
+  Args:
+    stream: uint32[3], see ``site_stream``.
+    shape: [*batch, row, k], the operand's logical shape.
+    bits: 16 or 8 bits an element.
+
+  Returns:
+    uint32 array of ``shape`` with values below ``2**bits``.
+  """
+  *batch, rows, k = shape
+  lanes = 128 // bits
+  groups = -(-k // lanes)
+  dims = (*batch, rows, groups)
+
+  def iota(axes):
+    index = jnp.zeros(dims, jnp.uint32)
+    for axis in axes:
+      index = index * jnp.uint32(dims[axis]) + lax.broadcasted_iota(
+          jnp.uint32, dims, axis
+      )
+    return index
+
+  n = len(dims)
+  counter = (iota([n - 1]), iota([n - 2]), iota(range(n - 2)), stream[2])
+  words = jnp.stack(philox4x32(counter, (stream[0], stream[1])), -1)
+  halves = lax.bitcast_convert_type(
+      words, jnp.uint16 if bits == 16 else jnp.uint8
+  )
+  return halves.reshape(*dims[:-1], groups * lanes)[..., :k].astype(jnp.uint32)
+
+
+def round_up(index, fraction, random, bits: int):
+  """Whether grid index ``index`` goes up, given the fraction above it.
+
+  Args:
+    index: integers, the index of the grid value below.
+    fraction: float32 in [0, 1), the exact distance above it in grid steps.
+    random: None for nearest-even, else uint32 random bits for stochastic
+      rounding.
+    bits: how many random bits there are, 16 or 8.
+
+  Returns:
+    Booleans.
+  """
+  if random is None:
+    odd = (index & 1) == 1
+    return (fraction > 0.5) | ((fraction == 0.5) & odd)
+  if bits == 8:  # Blackwell's cvt.rs: the probability truncated to 1/256.
+    return jnp.floor(fraction * 256).astype(jnp.uint32) + random >= 256
+  return random.astype(jnp.float32) + 0.5 < fraction * 65536

@@ -1,0 +1,372 @@
+"""``quantize``: the function transformation."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from fp4jax import _jax
+from fp4jax import backends
+from fp4jax.coverage import Coverage
+from fp4jax.coverage import tabulate
+from fp4jax import dataflow
+from fp4jax import interpreter
+from fp4jax import policy as policy_lib
+from fp4jax import rounding
+
+
+def quantize(
+    model_fn: Callable,
+    policy: policy_lib.Policy,
+    *,
+    params_argnums: int | Sequence[int] = 0,
+    backend: str | None = None,
+) -> Callable:
+  """Transforms a function so that its linear layers train quantised.
+
+  ``quantize`` traces ``model_fn`` and evaluates it again with every
+  contraction of one weight and one other operand replaced by ``fp4jax.dot``,
+  where the policy says so. Everything else, layers that the policy leaves
+  alone included, is computed by the very same operations as before.
+
+  Args:
+    model_fn: a function whose first argument holds the parameters: a pytree, a
+      mapping of linen collections (``{"params": ..., "batch_stats": ...}``;
+      only "params" are weights), an ``nnx.Module``, or ``(graphdef, state)``
+      of one.
+    policy: which recipe each layer follows.
+    params_argnums: positions of the arguments that hold the parameters.
+    backend: "reference", or None to choose by device.
+
+  Returns:
+    A function of the same signature, plus ``fp4_key=``: a PRNG key, needed
+    where a recipe with stochastic rounding is differentiated. State that an
+    ``nnx.Module`` writes in the call arrives. Its jaxpr is cached by shapes,
+    dtypes and static arguments.
+
+  Raises:
+    PolicyError: when called, if the policy does not fit the model.
+    MissingKeyError: when differentiated without a key that the recipe needs.
+    ValueError: ``policy`` is no ``Policy``.
+
+  >>> import fp4jax, jax, jax.numpy as jnp
+  >>> f = fp4jax.quantize(lambda w, x: x @ w, fp4jax.policies.all_linear())
+  >>> w, x = jnp.full((32, 8), 0.5), jnp.ones((4, 32))
+  >>> f(w, x).shape
+  (4, 8)
+  >>> key = jax.random.key(0)
+  >>> jax.grad(lambda w: f(w, x, fp4_key=key).sum())(w).dtype
+  dtype('float32')
+
+  References:
+    NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
+  """
+  if not isinstance(policy, policy_lib.Policy):
+    raise ValueError(
+        f"quantize: policy={policy!r} is no fp4jax.Policy; pass one of"
+        " fp4jax.policies, as in fp4jax.policies.all_linear()."
+    )
+  if not callable(model_fn):
+    raise ValueError(
+        f"quantize: model_fn={model_fn!r} is not callable; pass the model's"
+        " apply function, or lambda model, x: model(x) for NNX."
+    )
+  if isinstance(params_argnums, int):
+    params_argnums = (params_argnums,)
+  transformation = _Transformation(
+      model_fn, policy, tuple(params_argnums), backend
+  )
+
+  @functools.wraps(model_fn, updated=())
+  def quantized(*args, fp4_key=None, **kwargs):
+    return transformation(args, kwargs, fp4_key)
+
+  quantized.fp4jax_transformation = transformation
+  return quantized
+
+
+def coverage(quantized: Callable, *args, **kwargs) -> Coverage:
+  """Every contraction of a quantised function, and what becomes of it.
+
+  Args:
+    quantized: what ``quantize`` returned.
+    *args: its arguments, arrays or ``jax.ShapeDtypeStruct``.
+    **kwargs: its keyword arguments.
+
+  Returns:
+    A table: ``print`` it, or read its ``rows``.
+
+  Raises:
+    ValueError: ``quantized`` does not come from ``quantize``.
+    PolicyError: the policy does not fit the model.
+  """
+  transformation = getattr(quantized, "fp4jax_transformation", None)
+  if transformation is None:
+    raise ValueError(
+        f"coverage: {quantized!r} does not come from fp4jax.quantize; pass the"
+        " function that quantize returned, not one wrapped around it."
+    )
+  kwargs.pop("fp4_key", None)
+  return transformation.program(args, kwargs).coverage
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Program:
+  """A traced and planned model, for one structure and shape of arguments."""
+
+  jaxpr: Any
+  plan: interpreter.Plan
+  coverage: Coverage
+
+  @functools.cached_property
+  def jitted(self):
+    """The rewritten model, a function of constants, arguments and key."""
+    jaxpr, _ = _jax.open_jaxpr(self.jaxpr)
+
+    def rewritten(consts, args, key):
+      return interpreter.evaluate(jaxpr, consts, args, self.plan, key)
+
+    return jax.jit(rewritten)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+  """One call's arguments, taken apart.
+
+  Attributes:
+    leaves: the arrays.
+    flows: what each of them is to the dataflow.
+    trace: ``jax.jit`` of the model as a function of the leaves; it returns the
+      model's outputs and the state of NNX modules.
+    nodes: NNX modules among the arguments.
+  """
+
+  leaves: list
+  flows: tuple[dataflow.Flow, ...]
+  trace: Any
+  nodes: list
+
+
+class _Transformation:
+  """What one ``quantize`` holds: the model, the policy, and traced programs."""
+
+  def __init__(self, model_fn, policy, params_argnums, backend):
+    self.model_fn = model_fn
+    self.policy = policy
+    self.params_argnums = params_argnums
+    self.backend = backend
+    self._function = functools.lru_cache(maxsize=256)(self._make_function)
+    self._program = functools.lru_cache(maxsize=256)(self._make_program)
+
+  def __call__(self, args, kwargs, key):
+    call = self._take_apart(args, kwargs)
+    traced = call.trace.trace(*call.leaves)
+    program = self._program(traced.jaxpr, call.flows)
+    if key is not None:
+      rounding.key_words(key)
+    _, consts = _jax.open_jaxpr(traced.jaxpr)
+    inputs = (consts, call.leaves, key)
+    rewritten = program.jitted.trace(*inputs)
+    flat = core.jaxpr_as_fun(rewritten.jaxpr)(*jax.tree.leaves(inputs))
+    tree = jax.tree.structure(traced.out_info)
+    out, state = jax.tree.unflatten(tree, flat)
+    if call.nodes:
+      _write_back(call.nodes, state, traced)
+    return out
+
+  def program(self, args, kwargs) -> _Program:
+    """The planned model for these arguments."""
+    call = self._take_apart(args, kwargs)
+    return self._program(call.trace.trace(*call.leaves).jaxpr, call.flows)
+
+  def _take_apart(self, args, kwargs) -> _Call:
+    for argnum in self.params_argnums:
+      if not -len(args) <= argnum < len(args):
+        raise ValueError(
+            f"quantize: params_argnums={self.params_argnums} but the call has"
+            f" {len(args)} positional arguments; pass the parameters by"
+            " position."
+        )
+    params = {argnum % len(args) for argnum in self.params_argnums}
+    is_leaf = lambda x: isinstance(x, nnx.Module)  # noqa: E731
+    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf)
+    nodes = [leaf for _, leaf in paths if is_leaf(leaf)]
+    graphdef, state = nnx.split(nodes) if nodes else (None, {})
+    leaves, flows, static = [], [], []
+    node_paths = []
+    for path, leaf in paths:
+      if is_leaf(leaf):
+        static.append(_NODE)
+        node_paths.append(path)
+      elif _is_array(leaf):
+        static.append(_ARRAY)
+        leaves.append(leaf)
+      else:
+        static.append(_Static(leaf))
+    flows = _argument_flows((args, kwargs), params, is_leaf)
+    state_paths, state_tree = jax.tree_util.tree_flatten_with_path(
+        state, lambda x: isinstance(x, nnx.Variable)
+    )
+    for path, variable in state_paths:
+      owner = node_paths[path[0].key]
+      inside = owner[0].idx == 0 and owner[1].idx in params
+      name = _path_name([*owner[2:], *path[1:]]) if inside else None
+      for leaf in jax.tree.leaves(variable):
+        leaves.append(leaf)
+        flows.append(_flow(leaf, name, type(variable)))
+    del state_tree
+    structure = (
+        tree,
+        tuple(static),
+        graphdef,
+        jax.tree.structure(state) if nodes else None,
+    )
+    try:
+      hash(structure)
+      trace = self._function(*structure)
+    except TypeError:
+      trace = self._make_function(*structure)
+    return _Call(leaves, tuple(flows), trace, nodes)
+
+  def _make_function(self, tree, static, graphdef, state_tree):
+    """``jax.jit`` of the model as a function of its array leaves."""
+    arrays = sum(item is _ARRAY for item in static)
+
+    def model(*leaves):
+      given = iter(leaves[:arrays])
+      nodes = []
+      if state_tree is not None:
+        state = jax.tree.unflatten(state_tree, leaves[arrays:])
+        nodes = nnx.merge(graphdef, state)
+      remaining = iter(nodes)
+
+      def fill(item):
+        if item is _ARRAY:
+          return next(given)
+        return next(remaining) if item is _NODE else item.value
+
+      args, kwargs = jax.tree.unflatten(tree, [fill(item) for item in static])
+      out = self.model_fn(*args, **kwargs)
+      if state_tree is None:
+        return out, ()
+      after_def, after = nnx.split(nodes)
+      if after_def != graphdef:
+        raise ValueError(
+            "quantize: the call added or removed variables of an nnx.Module"
+            " (sow, a new cache); create them before, in the constructor or by"
+            " one call of the untransformed module."
+        )
+      return out, after
+
+    return jax.jit(model)
+
+  def _make_program(self, jaxpr, flows) -> _Program:
+    sites = dataflow.find_sites(jaxpr, flows)
+    linear = {s.id: s for s in sites if s.weight and not s.reason}
+    parameters = sorted({w.path for f in flows for w in f.weights})
+    resolved = policy_lib.resolve(
+        self.policy, list(linear.values()), parameters
+    )
+    decisions = dict(zip(linear, resolved, strict=True))
+    for site in resolved:
+      for decision in site:
+        backends.check(decision.recipe, self.backend)
+    plan = interpreter.Plan(linear, decisions, self.backend)
+    return _Program(jaxpr, plan, tabulate(sites, decisions))
+
+
+_NODE, _ARRAY = object(), object()
+
+
+class _Static:
+  """A static argument, told from equal values of another type."""
+
+  def __init__(self, value):
+    self.value = value
+    self._token = (type(value), value)
+
+  def __eq__(self, other):
+    return isinstance(other, _Static) and self._token == other._token
+
+  def __hash__(self):
+    return hash(self._token)
+
+
+def _is_array(x) -> bool:
+  return isinstance(
+      x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+  )
+
+
+def _path_name(path) -> str:
+  """A pytree path as a site's name: keys joined by slashes."""
+
+  def text(entry):
+    for attribute in ("key", "name", "idx"):
+      if hasattr(entry, attribute):
+        return str(getattr(entry, attribute))
+    return str(entry)
+
+  return "/".join(map(text, path))
+
+
+def _flow(leaf, name: str | None, variable: type | None = None):
+  """What one array argument is to the dataflow."""
+  is_param = variable is None or issubclass(variable, nnx.Param)
+  if name is None or not is_param:
+    return dataflow.DATA if jnp.ndim(leaf) else dataflow.DATA.scalar()
+  if not jnp.issubdtype(leaf.dtype, jnp.floating):
+    return dataflow.CONSTANT
+  return dataflow.Flow(frozenset({dataflow.Weight(name)}))
+
+
+def _argument_flows(args_kwargs, params, is_node) -> list[dataflow.Flow]:
+  """The flows of the array leaves of all arguments but NNX modules."""
+  is_leaf = lambda x: is_node(x) or isinstance(x, nnx.Variable)  # noqa: E731
+  entries = jax.tree_util.tree_flatten_with_path(args_kwargs, is_leaf)[0]
+  args = args_kwargs[0]
+  flows = []
+  for path, leaf in entries:
+    if is_node(leaf):
+      continue
+    variable = type(leaf) if isinstance(leaf, nnx.Variable) else None
+    inside = path[0].idx == 0 and path[1].idx in params
+    if inside and _has_collections(args[path[1].idx]):
+      inside = _path_name(path[2:3]) == "params"
+    name = _path_name(path[2:]) if inside else None
+    flows += [
+        _flow(x, name, variable) for x in jax.tree.leaves(leaf) if _is_array(x)
+    ]
+  return flows
+
+
+def _has_collections(tree) -> bool:
+  """Whether a parameters argument is a mapping of linen collections."""
+  return isinstance(tree, Mapping) and "params" in tree
+
+
+def _write_back(nodes, state, traced):
+  """Writes changed state into the NNX modules that the caller holds."""
+  jaxpr, _ = _jax.open_jaxpr(traced.jaxpr)
+  inputs = set(jaxpr.invars)
+  count = len(jax.tree.leaves(state))
+  outvars = jaxpr.outvars[len(jaxpr.outvars) - count :] if count else []
+  unchanged = iter(
+      not _jax.is_literal(var) and var in inputs for var in outvars
+  )
+  flat = nnx.to_flat_state(state)
+  changed = [
+      (path, variable)
+      for path, variable in flat
+      if not all([next(unchanged) for _ in jax.tree.leaves(variable)])
+  ]
+  if changed:
+    nnx.update(nodes, nnx.from_flat_state(changed))

@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels. None yet: the reference backend serves every device."""
