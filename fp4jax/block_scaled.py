@@ -151,41 +151,58 @@ def _rotated_shape(shape, rht):
 def _quantize(x, stream, *, operand):
   """Codes, block scale codes and tensor scale of [*batch, m, k]."""
   fmt = formats.FORMATS[operand.format]
-  x = hadamard.rht(x, operand.rht) if operand.rht else x
-  x = scaling.read(x)
-  amax = scaling.operand_amax(x)
+  x = hadamard.rht(x, operand.rht) if operand.rht else x.astype(jnp.float32)
+  x = hadamard.pad_last(x, fmt.block or 1)
+  block_amax = _block_amax(x, operand.block) if fmt.block else x
+  amax = scaling.operand_amax(block_amax)
   finite = jnp.isfinite(amax)
-  amax = jnp.where(finite, amax, 0.0)
-  x = jnp.where(finite[..., None, None], x, 0.0)
-  x = hadamard.pad_last(x, max(fmt.block or 1, 2 if fmt.packed else 1))
   random = None
   if operand.rounding == "sr":
     random = rounding.random_bits(stream, x.shape, operand.sr_bits)
   if fmt.block is None:
     encode = scaling.encode_scale(amax, fmt.element.max)
-    scaled = x * encode[..., None, None]
-    codes = formats.encode(scaled, fmt.element, random, operand.sr_bits)
+    per_element = jnp.where(finite, encode, 0.0)[..., None, None]
+    codes = _encode(x, per_element, fmt.element.max, fmt, operand, random)
     scales, decode = None, 1.0 / encode
-  elif fmt.scale == "e8m0":
-    codes, scales = _microscale(x, fmt, operand, random)
-    decode = jnp.ones_like(amax)
   else:
-    codes, scales, decode = _two_level(x, amax, fmt, operand, random)
+    live = (block_amax >= scaling.SMALLEST) & finite[..., None, None]
+    block_amax = jnp.where(live, block_amax, 0.0)
+    if fmt.scale == "e8m0":
+      codes, scales = _microscale(x, block_amax, fmt, operand, random)
+      decode = jnp.ones_like(amax)
+    else:
+      codes, scales, decode = _two_level(
+          x, amax, block_amax, fmt, operand, random
+      )
   return codes, scales, jnp.where(finite, decode, jnp.nan)
 
 
-def _microscale(x, fmt, operand, random):
+def _encode(x, inverse, limit, fmt, operand, random):
+  """Codes of ``x * inverse``; all 0 where ``inverse`` is."""
+  scaled = jnp.clip(x * inverse, -limit, limit)
+  scaled = jnp.where(inverse == 0, 0.0, scaled)
+  return formats.encode(scaled, fmt.element, random, operand.sr_bits)
+
+
+def _encode_blocks(x, inverse, limit, fmt, operand, random):
+  """``_encode`` with [*batch, m or m blocks, blocks] inverse scales."""
+  # Unfused: a scale is worked out once a block, not once an element.
+  inverse = lax.optimization_barrier(inverse)
+  spread = _spread(_rows(inverse, operand.block[0], x), x)
+  return _encode(x, spread, limit, fmt, operand, random)
+
+
+def _microscale(x, block_amax, fmt, operand, random):
   """OCP MX: power-of-two block scales, no tensor scale."""
-  scales = formats.encode_e8m0(_block_amax(x, operand.block), fmt.element.max)
-  # 2**-e, with 0 for the code of a zero block.
-  inverse = formats.bits_float(
-      jnp.where(scales == 0, 0, 254 - scales.astype(jnp.uint32)) << 23
-  )
-  scaled = _times_blocks(x, _rows(inverse, operand.block[0], x))
-  return formats.encode(scaled, fmt.element, random, operand.sr_bits), scales
+  scales = formats.encode_e8m0(block_amax, fmt.element.max)
+  # 2**-e, and 0 for the code of a zero block.
+  pattern = jnp.where(scales == 0, 0, 254 - scales.astype(jnp.uint32)) << 23
+  inverse = formats.bits_float(pattern)
+  limit = fmt.element.max
+  return _encode_blocks(x, inverse, limit, fmt, operand, random), scales
 
 
-def _two_level(x, amax, fmt, operand, random):
+def _two_level(x, amax, block_amax, fmt, operand, random):
   """NVFP4: E4M3 block scales under a float32 tensor scale."""
   six = operand.four_over_six
   scale_max = 256.0 if six and fmt.scale == "e4m3" else fmt.scale_max
@@ -193,25 +210,26 @@ def _two_level(x, amax, fmt, operand, random):
   encode = scaling.encode_scale(amax, 6 * scale_max * guard)
   decode = 1.0 / encode
   per_block = (encode * np.float32(1 / (6 * guard)))[..., None, None]
-  v = _block_amax(x, operand.block) * per_block
+  v = jnp.where(block_amax == 0, 0.0, block_amax * per_block)
 
   def candidate(v, limit):
     scales = scaling.encode_block_scale(v, fmt.scale, operand.rounding)
     value = scaling.decode_block_scale(scales, fmt.scale)
-    inverse = scaling.inverse(value * decode[..., None, None])
-    rows = _rows(inverse, operand.block[0], x)
-    scaled = jnp.clip(_times_blocks(x, rows), -limit, limit)
-    codes = formats.encode(scaled, fmt.element, random, operand.sr_bits)
-    codes = jnp.where(_spread(rows, x) == 0, 0, codes)
-    return scales, value, lax.optimization_barrier(codes)
+    inverse = jnp.where(
+        value == 0, 0.0, 1.0 / (value * decode[..., None, None])
+    )
+    codes = _encode_blocks(x, inverse, limit, fmt, operand, random)
+    return scales, value, codes
 
   scales, value, codes = candidate(jnp.minimum(v, scale_max), 6.0)
   if six:
+    codes = lax.optimization_barrier(codes)
     target = _clear_low_bits(x * encode[..., None, None])
     error = _block_error(target, value, codes, fmt, operand)
     v4 = jnp.minimum(1.5 * v, 1.5 * scale_max)
     limit4 = 4.0 if fmt.scale == "restricted" else 6.0
     scales4, value4, codes4 = candidate(v4, limit4)
+    codes4 = lax.optimization_barrier(codes4)
     better = _block_error(target, value4, codes4, fmt, operand) < error
     scales = jnp.where(better, scales4, scales)
     rows = _rows(better, operand.block[0], x)

@@ -33,12 +33,12 @@ RESIDUAL = "fp4jax_residual"
 
 # Rows of the streams table: operand = 2 * GEMM + (0 for lhs, 1 for rhs).
 OPERANDS = 2 * len(recipes.GEMMS)
-_X, _W, _G, _WT, _XT, _GT = range(OPERANDS)
+X, W, G, WT, XT, GT = range(OPERANDS)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Spec:
-  """What is static of one quantised dot: recipe, output dtype, site name."""
+class Spec:
+  """What is static of one quantised dot."""
 
   recipe: recipes.Recipe
   out_dtype: Any
@@ -100,8 +100,8 @@ def dot(
     raise ValueError(f"{site}: weight={weight!r}; use 'lhs' or 'rhs'.")
   backends.check(recipe, backend)
   dtype = preferred_element_type or jnp.result_type(lhs, rhs)
-  spec = _Spec(recipe, np.dtype(dtype), precision, site)
-  streams = None if key is None else _streams(key)
+  spec = Spec(recipe, np.dtype(dtype), precision, site)
+  streams = None if key is None else operand_streams(key)
   (lc, rc), (lb, rb) = dimension_numbers
   if weight == "rhs":
     x, w, xc, wc, xb, wb = lhs, rhs, lc, rc, lb, rb
@@ -126,7 +126,7 @@ def _k_major(x, batch, contract):
   return x, sizes[0], sizes[1]
 
 
-def _streams(key):
+def operand_streams(key):
   """uint32[6, 3]: one stream an operand."""
   if key.dtype == jnp.uint32 and key.shape == (OPERANDS, 3):
     return key
@@ -138,24 +138,24 @@ def _streams(key):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _linear(x, w, streams, spec):
-  _check_key(streams, spec, ("fprop",))
+  check_key(streams, spec, ("fprop",))
   gemm = spec.recipe.fprop
   return _gemm(
-      _operand(x, gemm and gemm.lhs, streams, _X),
-      _operand(w, gemm and gemm.rhs, streams, _W),
+      gemm_operand(x, gemm and gemm.lhs, streams, X),
+      gemm_operand(w, gemm and gemm.rhs, streams, W),
       spec.out_dtype,
       spec.precision,
   )
 
 
 def _linear_fwd(x, w, streams, spec):
-  _check_key(streams, spec, recipes.GEMMS)
+  check_key(streams, spec, recipes.GEMMS)
   fprop, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
-  xq = _operand(x, fprop and fprop.lhs, streams, _X)
-  wq = _operand(w, fprop and fprop.rhs, streams, _W)
+  xq = gemm_operand(x, fprop and fprop.lhs, streams, X)
+  wq = gemm_operand(w, fprop and fprop.rhs, streams, W)
   y = _gemm(xq, wq, spec.out_dtype, spec.precision)
-  xt = _kept(x, xq, wgrad and wgrad.lhs, fprop and fprop.lhs, streams, _XT)
-  wt = _kept(w, wq, dgrad and dgrad.rhs, fprop and fprop.rhs, streams, _WT)
+  xt = kept_operand(x, xq, wgrad and wgrad.lhs, fprop and fprop.lhs, streams, XT)
+  wt = kept_operand(w, wq, dgrad and dgrad.rhs, fprop and fprop.rhs, streams, WT)
   return y, (xt, wt, streams)
 
 
@@ -163,13 +163,13 @@ def _linear_bwd(spec, residuals, g):
   xt, wt, streams = residuals
   _, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
   dx = _gemm(
-      _operand(g, dgrad and dgrad.lhs, streams, _G),
+      gemm_operand(g, dgrad and dgrad.lhs, streams, G),
       wt,
       xt.array.dtype,
       spec.precision,
   )
   dw = _gemm(
-      _operand(g, wgrad and wgrad.rhs, streams, _GT, transposed=True),
+      gemm_operand(g, wgrad and wgrad.rhs, streams, GT, transposed=True),
       xt,
       wt.array.dtype,
       spec.precision,
@@ -189,38 +189,38 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
     meta_fields=("contract",),
 )
 @dataclasses.dataclass(frozen=True)
-class _Operand:
+class GemmOperand:
   """A GEMM operand, an array or a ``BlockScaled``, and the axis it contracts."""
 
   array: Any
   contract: int
 
 
-def _operand(x, operand, streams, index, transposed=False, packed=False):
+def gemm_operand(x, operand, streams, index, transposed=False, packed=False):
   """Quantises ``x`` along the axis that is contracted; None leaves it alone."""
   axis = -2 if transposed else -1
   if operand is None:
-    return _Operand(x, axis)
+    return GemmOperand(x, axis)
   stream = streams[index] if operand.rounding == "sr" else None
   quantised = block_scaled.quantize_array(
       x, operand, stream, axis=axis, packed=packed
   )
-  return _Operand(quantised, -1)
+  return GemmOperand(quantised, -1)
 
 
-def _kept(x, forward, operand, forward_operand, streams, index):
+def kept_operand(x, forward, operand, forward_operand, streams, index):
   """The backward GEMM's operand, transposed, from the forward pass."""
   if operand is not None and operand == forward_operand and operand.transposable:
     array = forward.array
     if isinstance(array, block_scaled.BlockScaled):
       array = array.pack()
-    kept = _Operand(array, -2)
+    kept = GemmOperand(array, -2)
   else:
-    kept = _operand(x, operand, streams, index, transposed=True, packed=True)
+    kept = gemm_operand(x, operand, streams, index, transposed=True, packed=True)
   return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), kept)
 
 
-def _gemm(lhs: _Operand, rhs: _Operand, dtype, precision):
+def _gemm(lhs: GemmOperand, rhs: GemmOperand, dtype, precision):
   """[*batch, m, n] product of two K-major operands."""
   quantised = isinstance(lhs.array, block_scaled.BlockScaled)
   if quantised:
@@ -238,7 +238,7 @@ def _gemm(lhs: _Operand, rhs: _Operand, dtype, precision):
   return y.astype(dtype)
 
 
-def _check_key(streams, spec, gemms):
+def check_key(streams, spec, gemms):
   missing = [g for g in gemms if g in spec.recipe.stochastic]
   if streams is None and missing:
     raise errors.MissingKeyError(

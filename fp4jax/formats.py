@@ -9,6 +9,7 @@ import dataclasses
 
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from fp4jax import rounding
 
@@ -111,16 +112,35 @@ def power_of_two(e):
   return bits_float((e + 127).astype(jnp.uint32) << 23)
 
 
-def floor(magnitude, element: Element):
-  """Grid index (int32) below a magnitude in [0, max], and the fraction above.
+def round_to_grid(magnitude, element: Element, random=None, sr_bits: int = 16):
+  """int32 index of the grid value that a magnitude rounds to.
 
-  The fraction, in steps to the next grid value, is exact.
+  With q the step of the magnitude's binade, nearest rounding is one addition:
+  t + 1.5 * 2**23 * q is a multiple of q, ties to even. Stochastic rounding
+  moves t by a random part of q first.
+
+  Args:
+    magnitude: float32 in [0, ``element.max``].
+    element: the grid.
+    random: None for nearest even, else uint32 random bits.
+    sr_bits: how many random bits there are, 16 or 8.
   """
-  step = jnp.maximum(exponent(magnitude), element.min_exponent)
-  scaled = magnitude * power_of_two(element.mantissa_bits - step)
-  below = jnp.floor(scaled)
-  binade = (step - element.min_exponent) << element.mantissa_bits
-  return binade + below.astype(jnp.int32), scaled - below
+  e = jnp.maximum(exponent(magnitude), element.min_exponent)
+  step = power_of_two(e - element.mantissa_bits)
+  binade = (e - element.min_exponent) << element.mantissa_bits
+  if random is None:
+    return binade + _nearest(magnitude, step)
+  moved = magnitude + rounding.offset(random, sr_bits) * step
+  if sr_bits == 16:
+    return binade + _nearest(moved, step)
+  steps = power_of_two(element.mantissa_bits - e)
+  return binade + jnp.floor(moved * steps).astype(jnp.int32)
+
+
+def _nearest(t, step):
+  """int32 nearest integer, ties to even, of t / step, where that is small."""
+  shift = step * np.float32(1.5 * 2**23)
+  return (float_bits(t + shift) - float_bits(shift)).astype(jnp.int32)
 
 
 def encode(x, element: Element, random=None, sr_bits: int = 16):
@@ -142,12 +162,10 @@ def encode(x, element: Element, random=None, sr_bits: int = 16):
   [0, 2, 14, 7]
   """
   x = jnp.asarray(x, jnp.float32)
-  index, fraction = floor(jnp.minimum(jnp.abs(x), element.max), element)
-  up = rounding.round_up(index, fraction, random, sr_bits)
+  magnitude = jnp.minimum(jnp.abs(x), element.max)
+  index = round_to_grid(magnitude, element, random, sr_bits)
   sign = float_bits(x) >> 31 << element.sign_shift
-  return ((index + up.astype(jnp.int32)).astype(jnp.uint32) | sign).astype(
-      jnp.uint8
-  )
+  return (index.astype(jnp.uint32) | sign).astype(jnp.uint8)
 
 
 def decode(codes, element: Element):

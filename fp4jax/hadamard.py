@@ -49,11 +49,14 @@ def rht(x, rht: "recipes.Rht"):
   x = pad_last(x.astype(jnp.float32), rht.size)
   *lead, k = x.shape
   y = x.reshape(*lead, k // rht.size, rht.size) * signs(rht)
+  plus_minus = np.array([[1], [-1]], np.float32)
   stride = 1
   while stride < rht.size:
     y = y.reshape(*lead, k // (2 * stride), 2, stride)
-    a, b = y[..., 0, :], y[..., 1, :]
-    y = jnp.stack([a + b, a - b], -2)
+    y = y[..., :1, :] + y[..., 1:, :] * plus_minus
+    if stride in (2, 32):  # four terms a pass, not all of them
+      y = lax.optimization_barrier(y)
     stride *= 2
   scale = np.float32(rht.size**-0.5)
-  return round_to_bf16(y.reshape(*lead, k) * scale)
+  y = round_to_bf16(y.reshape(*lead, k) * scale)
+  return lax.optimization_barrier(y)  # once, not for each of its readers

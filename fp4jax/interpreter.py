@@ -173,6 +173,7 @@ class _Interpreter:
         *values,
         recipe=recipe,
         key=None if keys is None else keys.stream(self.numbers[id]),
+        precision=eqn.params["precision"],
         preferred_element_type=eqn.outvars[0].aval.dtype,
         backend=self.plan.backend,
         site=self.plan.sites[id].path,

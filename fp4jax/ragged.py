@@ -1,9 +1,211 @@
-"""The quantised ragged_dot of a mixture of experts."""
+"""The quantised ragged_dot of a mixture of experts.
 
+  fprop  y[i]  = x[i] · w[expert of token i]
+  dgrad  dx[i] = g[i] · w[expert of token i]ᵀ
+  wgrad  dw[e] = Σ over the tokens i of expert e of x[i]ᵀ · g[i]
+
+Each expert's weight is an operand with its own tensor scale; all tokens share
+one. In wgrad the tokens of each expert are moved to a multiple of the block
+first, with zeros between, so that no block and no rotation mixes two experts.
+"""
+
+import functools
+import math
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from fp4jax import backends
+from fp4jax import formats
 from fp4jax import recipes
+from fp4jax.block_scaled import BlockScaled
+from fp4jax.dot import check_key
+from fp4jax.dot import G
+from fp4jax.dot import gemm_operand
+from fp4jax.dot import GT
+from fp4jax.dot import kept_operand
+from fp4jax.dot import operand_streams
+from fp4jax.dot import Spec
+from fp4jax.dot import W
+from fp4jax.dot import WT
+from fp4jax.dot import X
+from fp4jax.dot import XT
 
 
 def ragged_dot(
-    lhs, rhs, group_sizes, *, recipe: recipes.Recipe, key=None, **kwargs
+    lhs,
+    rhs,
+    group_sizes,
+    *,
+    recipe: recipes.Recipe,
+    key=None,
+    preferred_element_type=None,
+    precision=None,
+    backend: str | None = None,
+    site: str = "ragged_dot",
 ):
-  raise NotImplementedError
+  """``lax.ragged_dot`` whose three GEMMs are quantised by a recipe.
+
+  Args:
+    lhs: [m, k] float, tokens sorted by expert.
+    rhs: [g, k, n] float, one weight an expert.
+    group_sizes: int[g], tokens of each expert; zero is fine.
+    recipe: what fprop, dgrad and wgrad do.
+    key: as of ``fp4jax.dot``.
+    preferred_element_type: the output's dtype.
+    precision: of GEMMs that the recipe leaves alone.
+    backend: "reference", or None to choose by device.
+    site: name for errors.
+
+  Returns:
+    [m, n]; rows beyond the sum of ``group_sizes`` are 0. The gradient of an
+    expert without tokens is exactly 0.
+
+  Raises:
+    MissingKeyError: a stochastically rounded GEMM runs and ``key`` is None.
+    ValueError: ``lhs`` or ``rhs`` is no real float or of another rank.
+  """
+  if lhs.ndim != 2 or rhs.ndim != 3:
+    raise ValueError(
+        f"{site}: lhs has shape {lhs.shape} and rhs {rhs.shape}, needed [m, k]"
+        " and [g, k, n]."
+    )
+  for name, x in (("lhs", lhs), ("rhs", rhs)):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      raise ValueError(f"{site}: {name} has dtype {x.dtype}, needed a float.")
+  backends.check(recipe, backend)
+  dtype = np.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
+  spec = Spec(recipe, dtype, precision, site)
+  streams = None if key is None else operand_streams(key)
+  return _ragged(lhs, jnp.swapaxes(rhs, 1, 2), group_sizes, streams, spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ragged(x, w, sizes, streams, spec):
+  """x [m, k], w [g, n, k]."""
+  check_key(streams, spec, ("fprop",))
+  gemm = spec.recipe.fprop
+  return _grouped(
+      gemm_operand(x, gemm and gemm.lhs, streams, X),
+      gemm_operand(w, gemm and gemm.rhs, streams, W),
+      sizes,
+      spec.out_dtype,
+      spec.precision,
+  )
+
+
+def _ragged_fwd(x, w, sizes, streams, spec):
+  check_key(streams, spec, recipes.GEMMS)
+  fprop, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
+  xq = gemm_operand(x, fprop and fprop.lhs, streams, X)
+  wq = gemm_operand(w, fprop and fprop.rhs, streams, W)
+  y = _grouped(xq, wq, sizes, spec.out_dtype, spec.precision)
+  apart = _apart(x, sizes, wgrad)
+  xt = kept_operand(apart, None, wgrad and wgrad.lhs, None, streams, XT)
+  wt = kept_operand(
+      w, wq, dgrad and dgrad.rhs, fprop and fprop.rhs, streams, WT
+  )
+  return y, (xt, wt, sizes, streams)
+
+
+def _ragged_bwd(spec, residuals, g):
+  xt, wt, sizes, streams = residuals
+  _, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
+  dx = _grouped(
+      gemm_operand(g, dgrad and dgrad.lhs, streams, G),
+      wt,
+      sizes,
+      xt.array.dtype,
+      spec.precision,
+  )
+  apart = _apart(g, sizes, wgrad)
+  gt = gemm_operand(apart, wgrad and wgrad.rhs, streams, GT, transposed=True)
+  dw = _contract_tokens(gt, xt, sizes, wgrad, wt.array.dtype, spec.precision)
+  integers = (sizes, streams)
+  zeros = jax.tree.map(
+      lambda x: np.zeros(x.shape, jax.dtypes.float0), integers
+  )
+  return dx, dw, *zeros
+
+
+_ragged.defvjp(_ragged_fwd, _ragged_bwd)
+
+
+def _padding(gemm: recipes.Gemm | None) -> int:
+  """Tokens that an expert's share of wgrad is padded to a multiple of."""
+  if gemm is None:
+    return 1
+  sizes = [1]
+  for operand in (gemm.lhs, gemm.rhs):
+    sizes.append(formats.FORMATS[operand.format].block or 1)
+    sizes.append(operand.rht.size if operand.rht else 1)
+  return math.lcm(*sizes)
+
+
+def _padded(sizes, multiple: int):
+  return (sizes + (multiple - 1)) // multiple * multiple
+
+
+def _apart(x, sizes, gemm):
+  """[m, k] tokens, each expert's beginning at a multiple of the block."""
+  multiple = _padding(gemm)
+  if multiple == 1:
+    return x
+  m, groups = x.shape[0], sizes.shape[0]
+  starts = jnp.cumsum(sizes) - sizes
+  padded = _padded(sizes, multiple)
+  shift = jnp.cumsum(padded) - padded - starts
+  rows = jnp.arange(m, dtype=sizes.dtype)
+  expert = jnp.repeat(jnp.arange(groups), sizes, total_repeat_length=m)
+  length = -(-m // multiple) * multiple + groups * multiple
+  place = jnp.where(rows < jnp.sum(sizes), rows + shift[expert], length)
+  return jnp.zeros((length, *x.shape[1:]), x.dtype).at[place].set(
+      x, mode="drop"
+  )
+
+
+def _grouped(lhs, rhs, sizes, dtype, precision):
+  """[m, n] product of tokens and their experts' weights."""
+  if not isinstance(lhs.array, BlockScaled):
+    w = rhs.array if rhs.contract == -2 else jnp.swapaxes(rhs.array, 1, 2)
+    return lax.ragged_dot(
+        lhs.array, w, sizes, precision, preferred_element_type=dtype
+    )
+  left, right = lhs.array.decode(), rhs.array.decode()
+  right = right if rhs.contract == -2 else jnp.swapaxes(right, 1, 2)
+  y = lax.ragged_dot(left, right, sizes, preferred_element_type=jnp.float32)
+  m = left.shape[0]
+  scale = lhs.array.tensor_scale * rhs.array.tensor_scale
+  row_scale = jnp.repeat(scale, sizes, total_repeat_length=m)
+  valid = jnp.arange(m) < jnp.sum(sizes)
+  return jnp.where(valid[:, None], y * row_scale[:, None], 0.0).astype(dtype)
+
+
+def _contract_tokens(gt, xt, sizes, gemm, dtype, precision):
+  """[g, n, k] product over each expert's tokens."""
+  numbers = lax.RaggedDotDimensionNumbers(
+      dot_dimension_numbers=(((0,), (0,)), ((), ())),
+      lhs_ragged_dimensions=(0,),
+      rhs_group_dimensions=(),
+  )
+  sizes = _padded(sizes, _padding(gemm))
+  if not isinstance(gt.array, BlockScaled):
+    return lax.ragged_dot_general(
+        gt.array,
+        xt.array,
+        sizes,
+        numbers,
+        precision=precision,
+        preferred_element_type=dtype,
+    ).astype(dtype)
+  left, right = (
+      x.array.decode() if x.contract == -2 else x.array.decode().T
+      for x in (gt, xt)
+  )
+  y = lax.ragged_dot_general(
+      left, right, sizes, numbers, preferred_element_type=jnp.float32
+  )
+  scale = gt.array.tensor_scale * xt.array.tensor_scale
+  return (y * scale).astype(dtype)

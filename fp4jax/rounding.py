@@ -21,7 +21,7 @@ def philox4x32(counter, key):
 
   Args:
     counter: four uint32 arrays that broadcast against each other.
-    key: two uint32 arrays or scalars that broadcast against ``counter``.
+    key: two uint32 scalars.
 
   Returns:
     Four uint32 arrays of the broadcast shape.
@@ -32,24 +32,21 @@ def philox4x32(counter, key):
   References:
     Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
   """
-  words = jnp.broadcast_arrays(
-      *(jnp.asarray(w, jnp.uint32) for w in (*counter, *key))
-  )
-  m0, m1 = (jnp.full_like(words[0], m) for m in _MULTIPLIERS)
-  w0, w1 = (jnp.uint32(w) for w in _WEYL)
+  counter = jnp.broadcast_arrays(*(jnp.asarray(w, jnp.uint32) for w in counter))
+  key = tuple(jnp.asarray(w, jnp.uint32) for w in key)
+
+  def multiply(word, multiplier):
+    wide = jnp.full_like(word, multiplier)
+    return lax.mulhi(word, wide), word * wide
 
   def one_round(_, state):
-    c0, c1, c2, c3, k0, k1 = state
-    return (
-        lax.mulhi(c2, m1) ^ c1 ^ k0,
-        c2 * m1,
-        lax.mulhi(c0, m0) ^ c3 ^ k1,
-        c0 * m0,
-        k0 + w0,
-        k1 + w1,
-    )
+    (c0, c1, c2, c3), (k0, k1) = state
+    high0, low0 = multiply(c0, _MULTIPLIERS[0])
+    high1, low1 = multiply(c2, _MULTIPLIERS[1])
+    counter = (high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0)
+    return counter, (k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1]))
 
-  return lax.fori_loop(0, _ROUNDS, one_round, tuple(words))[:4]
+  return lax.fori_loop(0, _ROUNDS, one_round, (tuple(counter), key))[0]
 
 
 def key_words(key) -> jax.Array:
@@ -110,22 +107,19 @@ def random_bits(stream, shape, bits: int = 16) -> jax.Array:
   return halves.reshape(*dims[:-1], groups * lanes)[..., :k].astype(jnp.uint32)
 
 
-def round_up(index, fraction, random, bits: int):
-  """Whether grid index ``index`` goes up, given the fraction above it.
+def offset(random, bits: int):
+  """What stochastic rounding adds, in grid steps.
 
   Args:
-    index: integers, the index of the grid value below.
-    fraction: float32 in [0, 1), the exact distance above it in grid steps.
-    random: None for nearest-even, else uint32 random bits for stochastic
-      rounding.
-    bits: how many random bits there are, 16 or 8.
+    random: uint32 random bits.
+    bits: how many there are. 16 bits are centred on zero and rounded to the
+      nearest afterwards: unbiased to 2**-17. 8 bits are rounded down
+      afterwards: the probability is truncated to 1/256, as by Blackwell's
+      ``cvt.rs``.
 
   Returns:
-    Booleans.
+    float32 in (-1/2, 1/2) for 16 bits, in [0, 1) for 8 bits.
   """
-  if random is None:
-    odd = (index & 1) == 1
-    return (fraction > 0.5) | ((fraction == 0.5) & odd)
-  if bits == 8:  # Blackwell's cvt.rs: the probability truncated to 1/256.
-    return jnp.floor(fraction * 256).astype(jnp.uint32) + random >= 256
-  return random.astype(jnp.float32) + 0.5 < fraction * 65536
+  if bits == 8:
+    return random.astype(jnp.float32) * (1 / 256)
+  return (random.astype(jnp.float32) - 32767.5) * (1 / 65536)

@@ -7,16 +7,9 @@ import numpy as np
 
 from fp4jax import formats
 
-# Reciprocals of anything larger are subnormal, which XLA's CPU backend flushes.
-LARGEST = np.float32(2.0**126)
-_TINY = np.float32(2.0**-126)
-
-
-def read(x):
-  """``x`` as float32, subnormals as zeros of the same sign."""
-  x = x.astype(jnp.float32)
-  zero = formats.bits_float(formats.float_bits(x) & jnp.uint32(1 << 31))
-  return jnp.where(jnp.abs(x) < _TINY, zero, x)
+# Anything below is zero: no scale of what is left, nor any reciprocal of one,
+# is subnormal, which XLA's CPU backend flushes and its GPU backend does not.
+SMALLEST = np.float32(2.0**-100)
 
 
 def amax(x, axis=None, keepdims=False):
@@ -25,7 +18,10 @@ def amax(x, axis=None, keepdims=False):
 
 
 def operand_amax(x):
-  """float32 [*batch] amax of a [*batch, m, k] operand over all its shards."""
+  """float32 [*batch] amax of a [*batch, m, k] operand over all its shards.
+
+  ``x`` may be the operand itself or the amax of its blocks.
+  """
   local = amax(x, axis=(-2, -1))
   axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
   varying = tuple(a for a in axes if a in jax.typeof(local).vma)
@@ -33,15 +29,8 @@ def operand_amax(x):
 
 
 def encode_scale(amax, top: float):
-  """S_enc = min(top / amax, 2**126), 1 where amax is 0."""
-  return jnp.where(
-      amax == 0, 1.0, jnp.minimum(np.float32(top) / amax, LARGEST)
-  )
-
-
-def inverse(scale):
-  """1 / scale, bounded; 0 where scale is 0."""
-  return jnp.where(scale == 0, 0.0, jnp.minimum(1.0 / scale, LARGEST))
+  """S_enc = top / amax, 1 where amax is zero."""
+  return jnp.where(amax < SMALLEST, 1.0, np.float32(top) / amax)
 
 
 def encode_block_scale(v, scale: str, rounding: str):
@@ -55,11 +44,14 @@ def encode_block_scale(v, scale: str, rounding: str):
   """
   if scale == "e4m3":
     return formats.encode(v, formats.E4M3)
-  index, fraction = formats.floor(v, formats.E4M3)
-  if rounding == "sr":
-    index = index + (fraction > 0)
   # On the E4M3 grid of 8 steps a binade, the restricted grid is the steps 0, 2
   # and 4 (0, 2, 4, 6 among subnormals); the midpoints are grid points too.
+  index = formats.round_to_grid(v, formats.E4M3)
+  value = formats.decode(index, formats.E4M3)
+  if rounding == "sr":
+    index = index + (value < v)  # the grid value above
+  else:
+    index = index - (value > v)  # the grid value below
   step = index & 7
   last = 5 if rounding == "sr" else 6
   middle = jnp.where(step < 3, 2, jnp.where(step < last, 4, 8))
