@@ -7,8 +7,8 @@ from fp4jax import recipes as recipes
 from fp4jax.block_scaled import BlockScaled as BlockScaled
 from fp4jax.block_scaled import quantize_array as quantize_array
 from fp4jax.coverage import Coverage as Coverage
-from fp4jax.dot import dot as dot
 from fp4jax.dot import RESIDUAL as RESIDUAL
+from fp4jax.dot import dot as dot
 from fp4jax.errors import MissingKeyError as MissingKeyError
 from fp4jax.errors import PolicyError as PolicyError
 from fp4jax.errors import UnsupportedError as UnsupportedError

@@ -14,9 +14,10 @@ from jax.extend import source_info_util
 import jax.numpy as jnp
 
 CONTRACTIONS = frozenset(
-    {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"}
+  {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"}
 )
-_INLINE = frozenset({
+_INLINE = frozenset(
+  {
     "jit",
     "pjit",
     "closed_call",
@@ -24,7 +25,8 @@ _INLINE = frozenset({
     "remat",
     "remat2",
     "checkpoint",
-})
+  }
+)
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 
 
@@ -67,9 +69,9 @@ def sub_jaxprs(eqn) -> list:
 def holds_contraction(jaxpr) -> bool:
   """Whether a contraction stands in a jaxpr or in one inside it."""
   return any(
-      eqn.primitive.name in CONTRACTIONS
-      or any(map(holds_contraction, sub_jaxprs(eqn)))
-      for eqn in open_jaxpr(jaxpr)[0].eqns
+    eqn.primitive.name in CONTRACTIONS
+    or any(map(holds_contraction, sub_jaxprs(eqn)))
+    for eqn in open_jaxpr(jaxpr)[0].eqns
   )
 
 
@@ -99,12 +101,12 @@ def scan(eqn) -> Scan:
   else:
     consts, carry = params["num_consts"], params["num_carry"]
   return Scan(
-      params["jaxpr"],
-      consts,
-      carry,
-      params["length"],
-      params["reverse"],
-      params["unroll"],
+    params["jaxpr"],
+    consts,
+    carry,
+    params["length"],
+    params["reverse"],
+    params["unroll"],
   )
 
 
@@ -123,10 +125,8 @@ def provenance(eqn):
   """Evaluates under an equation's own source line, names and context."""
   stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
   with (
-      source_info_util.user_context(
-          eqn.source_info.traceback, name_stack=stack
-      ),
-      eqn.ctx.manager,
+    source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+    eqn.ctx.manager,
   ):
     yield
 

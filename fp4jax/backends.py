@@ -25,13 +25,13 @@ def check(recipe: recipes.Recipe, backend: str | None = None) -> str:
   """
   if backend == "pallas":
     raise errors.UnsupportedError(
-        f"backend 'pallas' was asked for recipe {recipe.name}, but this version"
-        " has no Pallas kernels; use backend='reference', which computes the"
-        " same bits on every device."
+      f"backend 'pallas' was asked for recipe {recipe.name}, but this version"
+      " has no Pallas kernels; use backend='reference', which computes the"
+      " same bits on every device."
     )
   if backend not in (None, *BACKENDS):
     raise ValueError(
-        f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)},"
-        " or None to choose by device."
+      f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)},"
+      " or None to choose by device."
     )
   return "reference"

@@ -17,9 +17,9 @@ from fp4jax import scaling
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("codes", "scales", "tensor_scale"),
-    meta_fields=("format", "block", "shape", "axis", "dtype", "packed"),
+  jax.tree_util.register_dataclass,
+  data_fields=("codes", "scales", "tensor_scale"),
+  meta_fields=("format", "block", "shape", "axis", "dtype", "packed"),
 )
 @dataclasses.dataclass(frozen=True)
 class BlockScaled:
@@ -54,7 +54,7 @@ class BlockScaled:
     fmt = formats.FORMATS[self.format]
     codes = formats.unpack(self.codes) if self.packed else self.codes
     values = formats.decode(codes, fmt.element)
-    if self.scales is not None:
+    if fmt.scale is not None:
       scales = scaling.decode_block_scale(self.scales, fmt.scale)
       values = _times_blocks(values, _rows(scales, self.block[0], values))
     return values[..., : self.shape[-1]].astype(dtype)
@@ -69,7 +69,7 @@ class BlockScaled:
     if self.packed or not formats.FORMATS[self.format].packed:
       return self
     return dataclasses.replace(
-        self, codes=formats.pack(self.codes), packed=True
+      self, codes=formats.pack(self.codes), packed=True
     )
 
   @property
@@ -79,12 +79,12 @@ class BlockScaled:
 
 
 def quantize_array(
-    x,
-    operand: "recipes.Operand",
-    key=None,
-    *,
-    axis: int = -1,
-    packed: bool = True,
+  x,
+  operand: "recipes.Operand",
+  key=None,
+  *,
+  axis: int = -1,
+  packed: bool = True,
 ) -> BlockScaled:
   """Quantises an array as a GEMM operand.
 
@@ -111,14 +111,14 @@ def quantize_array(
   """
   if x.ndim < 2:
     raise ValueError(
-        f"quantize_array: x has shape {x.shape}, needed [*batch, m, k]; add an"
-        " axis of size 1."
+      f"quantize_array: x has shape {x.shape}, needed [*batch, m, k]; add an"
+      " axis of size 1."
     )
   if operand.rounding == "rne":
     stream = None
   elif key is None:
     raise ValueError(
-        "quantize_array: rounding='sr' needs a key; pass key=jax.random.key(0)."
+      "quantize_array: rounding='sr' needs a key; pass key=jax.random.key(0)."
     )
   elif key.shape == (3,):
     stream = key
@@ -128,15 +128,15 @@ def quantize_array(
   codes, scales, tensor_scale = _quantize(moved, stream, operand=operand)
   fmt = formats.FORMATS[operand.format]
   quantised = BlockScaled(
-      codes=codes,
-      scales=scales,
-      tensor_scale=tensor_scale,
-      format=operand.format,
-      block=operand.block if fmt.block else (1, 1),
-      shape=_rotated_shape(moved.shape, operand.rht),
-      axis=axis,
-      dtype=x.dtype,
-      packed=False,
+    codes=codes,
+    scales=scales,
+    tensor_scale=tensor_scale,
+    format=operand.format,
+    block=operand.block if fmt.block else (1, 1),
+    shape=_rotated_shape(moved.shape, operand.rht),
+    axis=axis,
+    dtype=x.dtype,
+    packed=False,
   )
   return quantised.pack() if packed else quantised
 
@@ -172,7 +172,7 @@ def _quantize(x, stream, *, operand):
       decode = jnp.ones_like(amax)
     else:
       codes, scales, decode = _two_level(
-          x, amax, block_amax, fmt, operand, random
+        x, amax, block_amax, fmt, operand, random
       )
   return codes, scales, jnp.where(finite, decode, jnp.nan)
 
@@ -216,7 +216,7 @@ def _two_level(x, amax, block_amax, fmt, operand, random):
     scales = scaling.encode_block_scale(v, fmt.scale, operand.rounding)
     value = scaling.decode_block_scale(scales, fmt.scale)
     inverse = jnp.where(
-        value == 0, 0.0, 1.0 / (value * decode[..., None, None])
+      value == 0, 0.0, 1.0 / (value * decode[..., None, None])
     )
     codes = _encode_blocks(x, inverse, limit, fmt, operand, random)
     return scales, value, codes
@@ -289,7 +289,7 @@ def _spread(per_row, like):
   *lead, m, blocks = per_row.shape
   width = like.shape[-1] // blocks if blocks else 1
   spread = lax.broadcast_in_dim(
-      per_row, (*per_row.shape, width), tuple(range(per_row.ndim))
+    per_row, (*per_row.shape, width), tuple(range(per_row.ndim))
   )
   return spread.reshape(*lead, m, blocks * width)
 

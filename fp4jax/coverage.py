@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import itertools
+import re
 
 from fp4jax import dataflow
 from fp4jax import policy
@@ -61,16 +62,18 @@ class Coverage:
     return tuple(row for row in self.rows if row.quantised)
 
   def __str__(self) -> str:
-    cells = [_COLUMNS, *map(_cells, self.rows)]
+    cells = [_COLUMNS, *_merged(map(_cells, self.rows))]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in cells
+      "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+      for row in cells
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    layers = sum(_layers(row) for row in self.rows)
-    quantised = sum(_layers(row) for row in self.quantised)
-    lines.append(f"{quantised} of {layers} contractions quantised")
+    linear = [row for row in self.rows if row.path]
+    quantised = sum(map(_layers, self.quantised))
+    lines.append(
+      f"{quantised} of {sum(map(_layers, linear))} linear layers quantised"
+    )
     return "\n".join(lines)
 
 
@@ -81,8 +84,8 @@ def _layers(row: Row) -> int:
 def _cells(row: Row) -> tuple[str, ...]:
   layers = "" if row.layers is None else f"{row.layers[0]}-{row.layers[1]}"
   shapes = [
-      "" if shape is None else "x".join(map(str, shape)) or "scalar"
-      for shape in (row.lhs_shape, row.rhs_shape)
+    "" if shape is None else "x".join(map(str, shape)) or "scalar"
+    for shape in (row.lhs_shape, row.rhs_shape)
   ]
   site = row.path or (f"({row.name})" if row.name else f"({row.kind})")
   if row.kind != "dot_general" and row.path:
@@ -90,9 +93,46 @@ def _cells(row: Row) -> tuple[str, ...]:
   return (site, layers, *shapes, row.fprop, row.dgrad, row.wgrad, row.reason)
 
 
+_NUMBER = re.compile(r"\d+")
+
+
+def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+  """Rows alike but for one number of the site's name, as one row."""
+  groups: dict[tuple, list[list[int]]] = {}
+  for site, *rest in rows:
+    numbers = [int(n) for n in _NUMBER.findall(site)]
+    groups.setdefault((_NUMBER.sub("#", site), *rest), []).append(numbers)
+  merged = []
+  for (site, *rest), members in groups.items():
+    columns = list(zip(*members, strict=True))
+    varying = [i for i, c in enumerate(columns) if len(set(c)) > 1]
+    if len(varying) > 1 or len({tuple(m) for m in members}) < len(members):
+      parts = [tuple(map(str, numbers)) for numbers in members]
+    else:
+      parts = [tuple(_ranges(sorted(set(c))) for c in columns)]
+    pieces = site.split("#")
+    for part in parts:
+      name = "".join(map("".join, zip(pieces, (*part, ""), strict=True)))
+      merged.append((name, *rest))
+  return merged
+
+
+def _ranges(numbers: list[int]) -> str:
+  """Sorted integers in short: ``5``, ``[1-3,7]``."""
+  if len(numbers) == 1:
+    return str(numbers[0])
+  runs: list[list[int]] = []
+  for n in numbers:
+    if runs and n == runs[-1][1] + 1:
+      runs[-1][1] = n
+    else:
+      runs.append([n, n])
+  return "[" + ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in runs) + "]"
+
+
 def tabulate(
-    sites: Iterable[dataflow.Site],
-    decisions: Mapping[dataflow.Id, Sequence[policy.Decision]],
+  sites: Iterable[dataflow.Site],
+  decisions: Mapping[dataflow.Id, Sequence[policy.Decision]],
 ) -> Coverage:
   """The coverage of sites under the decisions of a policy."""
   rows: list[Row] = []
@@ -109,17 +149,17 @@ def tabulate(
 
 def _row(site, decision, layers) -> Row:
   gemms = {
-      gemm: LEFT if how is None else str(how)
-      for gemm in recipes.GEMMS
-      for how in [getattr(decision.recipe, gemm)]
+    gemm: LEFT if how is None else str(how)
+    for gemm in recipes.GEMMS
+    for how in [getattr(decision.recipe, gemm)]
   }
   return Row(
-      path=site.path,
-      name=site.name,
-      kind=site.kind,
-      lhs_shape=site.lhs and tuple(site.lhs.shape),
-      rhs_shape=site.rhs and tuple(site.rhs.shape),
-      layers=layers,
-      reason="; ".join(dict.fromkeys(decision.reasons)),
-      **gemms,
+    path=site.path,
+    name=site.name,
+    kind=site.kind,
+    lhs_shape=site.lhs and tuple(site.lhs.shape),
+    rhs_shape=site.rhs and tuple(site.rhs.shape),
+    layers=layers,
+    reason="; ".join(dict.fromkeys(decision.reasons)),
+    **gemms,
   )

@@ -66,8 +66,8 @@ def join(flows: Iterable[Flow]) -> Flow:
   """The flow of what is computed from several values."""
   flows = tuple(flows)
   return Flow(
-      frozenset().union(*(f.weights for f in flows)),
-      max((f.data for f in flows), default=_NONE),
+    frozenset().union(*(f.weights for f in flows)),
+    max((f.data for f in flows), default=_NONE),
   )
 
 
@@ -153,11 +153,11 @@ def _walk(jaxpr, flows, prefix: Id, names: str, sites: list | None):
 def _plain(eqn, inputs, id, name, sites):
   """Any other primitive: its outputs come from all of its inputs."""
   if sites is not None and any(
-      map(_jax.holds_contraction, _jax.sub_jaxprs(eqn))
+    map(_jax.holds_contraction, _jax.sub_jaxprs(eqn))
   ):
     reason = f"inside {eqn.primitive.name}, which keeps its own rules"
     sites.append(
-        Site(id, eqn.primitive.name, name, (), (), None, None, None, reason)
+      Site(id, eqn.primitive.name, name, (), (), None, None, None, reason)
     )
   return [join(inputs)] * len(eqn.outvars)
 
@@ -191,20 +191,20 @@ def _contraction(eqn, inputs, id, name, sites):
   if sites is not None:
     linear = len(sides) == 1
     stacks = sorted(
-        {s for w in weights for s in w.stacks}, key=lambda s: len(s.id)
+      {s for w in weights for s in w.stacks}, key=lambda s: len(s.id)
     )
     sites.append(
-        Site(
-            id=id,
-            kind=kind,
-            name=name,
-            paths=tuple(sorted({w.path for w in weights})) if linear else (),
-            stacks=tuple(stacks) if linear else (),
-            lhs=eqn.invars[0].aval,
-            rhs=eqn.invars[1].aval,
-            weight=sides[0] if linear else None,
-            reason=reason,
-        )
+      Site(
+        id=id,
+        kind=kind,
+        name=name,
+        paths=tuple(sorted({w.path for w in weights})) if linear else (),
+        stacks=tuple(stacks) if linear else (),
+        lhs=eqn.invars[0].aval,
+        rhs=eqn.invars[1].aval,
+        weight=sides[0] if linear else None,
+        reason=reason,
+      )
     )
   return [join(inputs)] * len(eqn.outvars)
 
@@ -214,12 +214,12 @@ def _ragged_reason(eqn, side: str) -> str:
   numbers = eqn.params["ragged_dot_dimension_numbers"]
   contract, batch = numbers.dot_dimension_numbers
   plain = (
-      side == "rhs"
-      and tuple(map(tuple, batch)) == ((), ())
-      and tuple(map(tuple, contract)) == ((1,), (1,))
-      and tuple(numbers.lhs_ragged_dimensions) == (0,)
-      and tuple(numbers.rhs_group_dimensions) == (0,)
-      and eqn.params["group_offset"] is None
+    side == "rhs"
+    and tuple(map(tuple, batch)) == ((), ())
+    and tuple(map(tuple, contract)) == ((1,), (1,))
+    and tuple(numbers.lhs_ragged_dimensions) == (0,)
+    and tuple(numbers.rhs_group_dimensions) == (0,)
+    and eqn.params["group_offset"] is None
   )
   if plain:
     return ""
@@ -239,8 +239,8 @@ def _custom_rule(eqn, inputs, id, name, sites):
 def _cond(eqn, inputs, id, name, sites):
   index, *operands = inputs
   branches = [
-      _walk(branch, operands, (*id, i), name, sites)
-      for i, branch in enumerate(eqn.params["branches"])
+    _walk(branch, operands, (*id, i), name, sites)
+    for i, branch in enumerate(eqn.params["branches"])
   ]
   return [join((index, *flows)) for flows in zip(*branches, strict=True)]
 
@@ -248,11 +248,15 @@ def _cond(eqn, inputs, id, name, sites):
 def _while(eqn, inputs, id, name, sites):
   params = eqn.params
   c, b = params["cond_nconsts"], params["body_nconsts"]
-  cond_consts, body_consts, carry = inputs[:c], inputs[c : c + b], inputs[c + b :]
+  cond_consts, body_consts, carry = (
+    inputs[:c],
+    inputs[c : c + b],
+    inputs[c + b :],
+  )
 
   def body(carry, sites):
     return _walk(
-        params["body_jaxpr"], [*body_consts, *carry], (*id, 1), name, sites
+      params["body_jaxpr"], [*body_consts, *carry], (*id, 1), name, sites
     )
 
   carry = _fixpoint(lambda carry: body(carry, None), carry)
@@ -273,8 +277,8 @@ def _scan(eqn, inputs, id, name, sites):
   carry = _fixpoint(lambda carry: body(carry, None)[: scan.carry], carry)
   outs = body(carry, sites)
   ys = [
-      dataclasses.replace(f, data=_DATA) if f.data else f
-      for f in outs[scan.carry :]
+    dataclasses.replace(f, data=_DATA) if f.data else f
+    for f in outs[scan.carry :]
   ]
   return [*carry, *ys]
 
@@ -282,21 +286,19 @@ def _scan(eqn, inputs, id, name, sites):
 def _sliced(flow: Flow, stack: Stack) -> Flow:
   """One layer of a stacked value."""
   return dataclasses.replace(
-      flow,
-      weights=frozenset(
-          Weight(w.path, (*w.stacks, stack)) for w in flow.weights
-      ),
+    flow,
+    weights=frozenset(Weight(w.path, (*w.stacks, stack)) for w in flow.weights),
   )
 
 
 def _unsliced(flow: Flow, stack: Stack) -> Flow:
   """A value that leaves the scan."""
   return dataclasses.replace(
-      flow,
-      weights=frozenset(
-          Weight(w.path, tuple(s for s in w.stacks if s != stack))
-          for w in flow.weights
-      ),
+    flow,
+    weights=frozenset(
+      Weight(w.path, tuple(s for s in w.stacks if s != stack))
+      for w in flow.weights
+    ),
   )
 
 
@@ -310,18 +312,17 @@ def _fixpoint(step, carry):
 
 
 _RULES = {
-    "dot_general": _contraction,
-    "ragged_dot_general": _contraction,
-    "conv_general_dilated": _contraction,
-    "gather": _lookup,
-    "dynamic_slice": _lookup,
-    "call": _call,
-    "remat": _call,
-    "shard_map": _call,
-    "custom_jvp": _custom_rule,
-    "custom_vjp": _custom_rule,
-    "cond": _cond,
-    "while": _while,
-    "scan": _scan,
+  "dot_general": _contraction,
+  "ragged_dot_general": _contraction,
+  "conv_general_dilated": _contraction,
+  "gather": _lookup,
+  "dynamic_slice": _lookup,
+  "call": _call,
+  "remat": _call,
+  "shard_map": _call,
+  "custom_jvp": _custom_rule,
+  "custom_vjp": _custom_rule,
+  "cond": _cond,
+  "while": _while,
+  "scan": _scan,
 }
-

@@ -47,17 +47,17 @@ class Spec:
 
 
 def dot(
-    lhs,
-    rhs,
-    dimension_numbers,
-    *,
-    recipe: recipes.Recipe,
-    key=None,
-    weight: str = "rhs",
-    precision=None,
-    preferred_element_type=None,
-    backend: str | None = None,
-    site: str = "dot",
+  lhs,
+  rhs,
+  dimension_numbers,
+  *,
+  recipe: recipes.Recipe,
+  key=None,
+  weight: str | None = "rhs",
+  precision=None,
+  preferred_element_type=None,
+  backend: str | None = None,
+  site: str = "dot",
 ):
   """``lax.dot_general`` whose three GEMMs are quantised by a recipe.
 
@@ -93,8 +93,8 @@ def dot(
   for name, x in (("lhs", lhs), ("rhs", rhs)):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       raise ValueError(
-          f"{site}: {name} has dtype {x.dtype}, needed a real float; exclude"
-          f' the site with Rule(path="{site}", recipe=None).'
+        f"{site}: {name} has dtype {x.dtype}, needed a real float; exclude"
+        f' the site with Rule(path="{site}", recipe=None).'
       )
   if weight not in ("lhs", "rhs"):
     raise ValueError(f"{site}: weight={weight!r}; use 'lhs' or 'rhs'.")
@@ -131,7 +131,7 @@ def operand_streams(key):
   if key.dtype == jnp.uint32 and key.shape == (OPERANDS, 3):
     return key
   words = rounding.site_keys(
-      key, jnp.uint32(0), jnp.arange(OPERANDS, dtype=jnp.uint32)
+    key, jnp.uint32(0), jnp.arange(OPERANDS, dtype=jnp.uint32)
   )
   return jnp.pad(words, ((0, 0), (0, 1)))
 
@@ -141,10 +141,10 @@ def _linear(x, w, streams, spec):
   check_key(streams, spec, ("fprop",))
   gemm = spec.recipe.fprop
   return _gemm(
-      gemm_operand(x, gemm and gemm.lhs, streams, X),
-      gemm_operand(w, gemm and gemm.rhs, streams, W),
-      spec.out_dtype,
-      spec.precision,
+    gemm_operand(x, gemm and gemm.lhs, streams, X),
+    gemm_operand(w, gemm and gemm.rhs, streams, W),
+    spec.out_dtype,
+    spec.precision,
   )
 
 
@@ -154,8 +154,12 @@ def _linear_fwd(x, w, streams, spec):
   xq = gemm_operand(x, fprop and fprop.lhs, streams, X)
   wq = gemm_operand(w, fprop and fprop.rhs, streams, W)
   y = _gemm(xq, wq, spec.out_dtype, spec.precision)
-  xt = kept_operand(x, xq, wgrad and wgrad.lhs, fprop and fprop.lhs, streams, XT)
-  wt = kept_operand(w, wq, dgrad and dgrad.rhs, fprop and fprop.rhs, streams, WT)
+  xt = kept_operand(
+    x, xq, wgrad and wgrad.lhs, fprop and fprop.lhs, streams, XT
+  )
+  wt = kept_operand(
+    w, wq, dgrad and dgrad.rhs, fprop and fprop.rhs, streams, WT
+  )
   return y, (xt, wt, streams)
 
 
@@ -163,16 +167,16 @@ def _linear_bwd(spec, residuals, g):
   xt, wt, streams = residuals
   _, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
   dx = _gemm(
-      gemm_operand(g, dgrad and dgrad.lhs, streams, G),
-      wt,
-      xt.array.dtype,
-      spec.precision,
+    gemm_operand(g, dgrad and dgrad.lhs, streams, G),
+    wt,
+    xt.array.dtype,
+    spec.precision,
   )
   dw = _gemm(
-      gemm_operand(g, wgrad and wgrad.rhs, streams, GT, transposed=True),
-      xt,
-      wt.array.dtype,
-      spec.precision,
+    gemm_operand(g, wgrad and wgrad.rhs, streams, GT, transposed=True),
+    xt,
+    wt.array.dtype,
+    spec.precision,
   )
   zero = None
   if streams is not None:
@@ -184,13 +188,13 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("array",),
-    meta_fields=("contract",),
+  jax.tree_util.register_dataclass,
+  data_fields=("array",),
+  meta_fields=("contract",),
 )
 @dataclasses.dataclass(frozen=True)
 class GemmOperand:
-  """A GEMM operand, an array or a ``BlockScaled``, and the axis it contracts."""
+  """An array or a ``BlockScaled``, and the axis that its GEMM contracts."""
 
   array: Any
   contract: int
@@ -203,35 +207,42 @@ def gemm_operand(x, operand, streams, index, transposed=False, packed=False):
     return GemmOperand(x, axis)
   stream = streams[index] if operand.rounding == "sr" else None
   quantised = block_scaled.quantize_array(
-      x, operand, stream, axis=axis, packed=packed
+    x, operand, stream, axis=axis, packed=packed
   )
   return GemmOperand(quantised, -1)
 
 
 def kept_operand(x, forward, operand, forward_operand, streams, index):
   """The backward GEMM's operand, transposed, from the forward pass."""
-  if operand is not None and operand == forward_operand and operand.transposable:
+  if (
+    operand is not None and operand == forward_operand and operand.transposable
+  ):
     array = forward.array
     if isinstance(array, block_scaled.BlockScaled):
       array = array.pack()
     kept = GemmOperand(array, -2)
   else:
-    kept = gemm_operand(x, operand, streams, index, transposed=True, packed=True)
+    kept = gemm_operand(
+      x, operand, streams, index, transposed=True, packed=True
+    )
   return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), kept)
 
 
 def _gemm(lhs: GemmOperand, rhs: GemmOperand, dtype, precision):
   """[*batch, m, n] product of two K-major operands."""
   quantised = isinstance(lhs.array, block_scaled.BlockScaled)
-  if quantised:
-    left, right = lhs.array.decode(), rhs.array.decode()
-    kwargs = {"preferred_element_type": jnp.float32}
-  else:
-    left, right = lhs.array, rhs.array
-    kwargs = {"preferred_element_type": dtype, "precision": precision}
+  left, right = lhs.array, rhs.array
+  if quantised:  # decoded operands are exact in BF16
+    left, right, precision = left.decode(), right.decode(), None
   batch = tuple(range(left.ndim - 2))
   contract = ((left.ndim + lhs.contract,), (right.ndim + rhs.contract,))
-  y = lax.dot_general(left, right, (contract, (batch, batch)), **kwargs)
+  y = lax.dot_general(
+    left,
+    right,
+    (contract, (batch, batch)),
+    precision=precision,
+    preferred_element_type=jnp.float32 if quantised else dtype,
+  )
   if quantised:
     scale = lhs.array.tensor_scale * rhs.array.tensor_scale
     y = y * scale[..., None, None]
@@ -242,8 +253,8 @@ def check_key(streams, spec, gemms):
   missing = [g for g in gemms if g in spec.recipe.stochastic]
   if streams is None and missing:
     raise errors.MissingKeyError(
-        f"site {spec.site}: recipe {spec.recipe.name} rounds"
-        f" {', '.join(missing)} stochastically and no key was given; pass"
-        " fp4_key=jax.random.key(step) to the quantised function (key= to"
-        " fp4jax.dot), or evaluate without differentiating."
+      f"site {spec.site}: recipe {spec.recipe.name} rounds"
+      f" {', '.join(missing)} stochastically and no key was given; pass"
+      " fp4_key=jax.random.key(step) to the quantised function (key= to"
+      " fp4jax.dot), or evaluate without differentiating."
     )

@@ -40,7 +40,7 @@ class Element:
 E2M1 = Element(name="e2m1", bits=4, mantissa_bits=1, min_exponent=0, max=6.0)
 E4M3 = Element(name="e4m3", bits=8, mantissa_bits=3, min_exponent=-6, max=448.0)
 E5M2 = Element(
-    name="e5m2", bits=8, mantissa_bits=2, min_exponent=-14, max=57344.0
+  name="e5m2", bits=8, mantissa_bits=2, min_exponent=-14, max=57344.0
 )
 
 
@@ -71,24 +71,22 @@ class Format:
 
 
 FORMATS = {
-    f.name: f
-    for f in (
-        Format(
-            name="nvfp4", element=E2M1, block=16, scale="e4m3", scale_max=448.0
-        ),
-        Format(
-            name="nvfp4_fp8_exact",
-            element=E2M1,
-            block=16,
-            scale="restricted",
-            scale_max=64.0,
-        ),
-        Format(name="mxfp4", element=E2M1, block=32, scale="e8m0"),
-        Format(name="mxfp8", element=E4M3, block=32, scale="e8m0"),
-        Format(name="mxfp8_e5m2", element=E5M2, block=32, scale="e8m0"),
-        Format(name="fp8_e4m3", element=E4M3),
-        Format(name="fp8_e5m2", element=E5M2),
-    )
+  f.name: f
+  for f in (
+    Format(name="nvfp4", element=E2M1, block=16, scale="e4m3", scale_max=448.0),
+    Format(
+      name="nvfp4_fp8_exact",
+      element=E2M1,
+      block=16,
+      scale="restricted",
+      scale_max=64.0,
+    ),
+    Format(name="mxfp4", element=E2M1, block=32, scale="e8m0"),
+    Format(name="mxfp8", element=E4M3, block=32, scale="e8m0"),
+    Format(name="mxfp8_e5m2", element=E5M2, block=32, scale="e8m0"),
+    Format(name="fp8_e4m3", element=E4M3),
+    Format(name="fp8_e5m2", element=E5M2),
+  )
 }
 
 
@@ -198,7 +196,7 @@ def encode_e8m0(x, element_max: float):
   mantissa, top = element_max, 0
   while mantissa >= 2:
     mantissa, top = mantissa / 2, top + 1
-  # x = m * 2**e with m in [1, 2): fits under max * 2**(e - top) if m <= mantissa.
+  # x = m * 2**e, m in [1, 2), is at most max * 2**(e - top) if m <= mantissa.
   m = bits_float((float_bits(x) & 0x7FFFFF) | jnp.uint32(127 << 23))
   e = exponent(x) - top + (m > mantissa)
   return jnp.where(x == 0, 0, jnp.maximum(e, -126) + 127).astype(jnp.uint8)

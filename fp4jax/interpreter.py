@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec
 
 from fp4jax import _jax
 from fp4jax import dataflow
-from fp4jax.dot import dot
-from fp4jax.dot import OPERANDS
 from fp4jax import policy
 from fp4jax import ragged
 from fp4jax import rounding
+from fp4jax.dot import OPERANDS
+from fp4jax.dot import dot
 
 
 class Keys(NamedTuple):
@@ -45,16 +45,16 @@ class Keys(NamedTuple):
   def inside(self, length: int, index) -> "Keys":
     """The keys of one iteration of a loop of ``length`` iterations."""
     return self._replace(
-        loop=self.loop * jnp.uint32(length) + index.astype(jnp.uint32)
+      loop=self.loop * jnp.uint32(length) + index.astype(jnp.uint32)
     )
 
 
 def site_keys(key, count: int) -> Keys:
   """The keys of ``count`` sites under a user's key."""
   sites, operands = jnp.meshgrid(
-      jnp.arange(count, dtype=jnp.uint32),
-      jnp.arange(OPERANDS, dtype=jnp.uint32),
-      indexing="ij",
+    jnp.arange(count, dtype=jnp.uint32),
+    jnp.arange(OPERANDS, dtype=jnp.uint32),
+    indexing="ij",
   )
   return Keys(rounding.site_keys(key, sites, operands), jnp.uint32(0))
 
@@ -80,10 +80,10 @@ class Plan:
   def below(self, prefix: dataflow.Id) -> list[dataflow.Id]:
     """Quantised sites inside an equation."""
     return [
-        id
-        for id in self.sites
-        if id[: len(prefix)] == prefix
-        and any(d.recipe.quantises for d in self.decisions[id])
+      id
+      for id in self.sites
+      if id[: len(prefix)] == prefix
+      and any(d.recipe.quantises for d in self.decisions[id])
     ]
 
 
@@ -152,16 +152,18 @@ class _Interpreter:
       return _jax.bind(eqn, values)
     params = eqn.params
     site = self.plan.sites[id]
+    lhs, rhs = values
     out = dot(
-        *values,
-        params["dimension_numbers"],
-        recipe=recipe,
-        key=None if keys is None else keys.stream(self.numbers[id]),
-        weight=site.weight,
-        precision=params["precision"],
-        preferred_element_type=eqn.outvars[0].aval.dtype,
-        backend=self.plan.backend,
-        site=site.path,
+      lhs,
+      rhs,
+      params["dimension_numbers"],
+      recipe=recipe,
+      key=None if keys is None else keys.stream(self.numbers[id]),
+      weight=site.weight,
+      precision=params["precision"],
+      preferred_element_type=eqn.outvars[0].aval.dtype,
+      backend=self.plan.backend,
+      site=site.path,
     )
     return [out]
 
@@ -169,14 +171,17 @@ class _Interpreter:
     recipe = self._recipe(id, layers)
     if not recipe.quantises:
       return _jax.bind(eqn, values)
+    lhs, rhs, group_sizes = values
     out = ragged.ragged_dot(
-        *values,
-        recipe=recipe,
-        key=None if keys is None else keys.stream(self.numbers[id]),
-        precision=eqn.params["precision"],
-        preferred_element_type=eqn.outvars[0].aval.dtype,
-        backend=self.plan.backend,
-        site=self.plan.sites[id].path,
+      lhs,
+      rhs,
+      group_sizes,
+      recipe=recipe,
+      key=None if keys is None else keys.stream(self.numbers[id]),
+      precision=eqn.params["precision"],
+      preferred_element_type=eqn.outvars[0].aval.dtype,
+      backend=self.plan.backend,
+      site=self.plan.sites[id].path,
     )
     return [out]
 
@@ -199,14 +204,14 @@ class _Interpreter:
     params = eqn.params
     function = self._function(_jax.call_jaxpr(eqn), id, layers)
     return jax.checkpoint(
-        function, prevent_cse=params["prevent_cse"], policy=params["policy"]
+      function, prevent_cse=params["prevent_cse"], policy=params["policy"]
     )(keys, *values)
 
   def _cond(self, eqn, values, id, keys, layers):
     index, *operands = values
     branches = [
-        self._function(branch, (*id, i), layers)
-        for i, branch in enumerate(eqn.params["branches"])
+      self._function(branch, (*id, i), layers)
+      for i, branch in enumerate(eqn.params["branches"])
     ]
     return lax.switch(index, branches, keys, *operands)
 
@@ -254,14 +259,17 @@ class _Interpreter:
         return outs[: scan.carry], outs[scan.carry :]
 
       carry, ys_parts[n] = lax.scan(
-          body,
-          carry,
-          parts[n],
-          length=stop - start,
-          reverse=scan.reverse,
-          unroll=max(1, min(scan.unroll, stop - start)),
+        body,
+        carry,
+        parts[n],
+        length=stop - start,
+        reverse=scan.reverse,
+        unroll=max(1, min(scan.unroll, stop - start)),
       )
-    ys = [jnp.concatenate(y) if len(y) > 1 else y[0] for y in zip(*ys_parts)]
+    ys = [
+      jnp.concatenate(y) if len(y) > 1 else y[0]
+      for y in zip(*ys_parts, strict=True)
+    ]
     return [*carry, *ys]
 
   def _segments(self, id, length, layers) -> list[tuple[int, int]]:
@@ -272,9 +280,7 @@ class _Interpreter:
       for site_id in self.plan.below(id):
         at = {**layers, id: layer}
         stacks = self.plan.sites[site_id].stacks
-        inner = [
-            [at[s.id]] if s.id in at else range(s.length) for s in stacks
-        ]
+        inner = [[at[s.id]] if s.id in at else range(s.length) for s in stacks]
         for position in itertools.product(*inner):
           here = dict(zip((s.id for s in stacks), position, strict=True))
           chosen.append(self._recipe(site_id, here))
@@ -291,12 +297,12 @@ class _Interpreter:
     function = self._function(params["jaxpr"], id, layers)
     replicated = jax.tree.map(lambda _: PartitionSpec(), keys)
     return jax.shard_map(
-        function,
-        mesh=params["mesh"],
-        in_specs=(replicated, *params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        check_vma=params["check_vma"],
-        axis_names=set(params["manual_axes"]),
+      function,
+      mesh=params["mesh"],
+      in_specs=(replicated, *params["in_specs"]),
+      out_specs=tuple(params["out_specs"]),
+      check_vma=params["check_vma"],
+      axis_names=set(params["manual_axes"]),
     )(keys, *values)
 
 

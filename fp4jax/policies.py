@@ -6,22 +6,26 @@ from fp4jax.policy import Rule
 
 _STACKS = ("*[Bb]lock", "*[Bb]locks", "*[Ll]ayer", "*[Ll]ayers", "h")
 BLOCKS = (
-    *(f"**/{name}/{{layer}}/**" for name in _STACKS),
-    *(f"**/{name}*/**" for name in _STACKS[:-1]),
-    "**/h/**",
-    *(f"**/{name}*_{{layer}}/**" for name in _STACKS[:-1]),
-    "**/h_{layer}/**",
+  *(f"**/{name}/{{layer}}/**" for name in _STACKS),
+  *(f"**/{name}*/**" for name in _STACKS[:-1]),
+  "**/h/**",
+  *(f"**/{name}*_{{layer}}/**" for name in _STACKS[:-1]),
+  "**/h_{layer}/**",
 )
-"""Usual names of a network's blocks: lists, scanned stacks, numbered modules."""
+"""Usual names of blocks: lists, scanned stacks, numbered modules."""
 
 HEADS = (
-    "**/*head*/**",
-    "**/*[Ee]mbed*/**",
-    "**/*logits*/**",
-    "**/wte/**",
-    "**/output/**",
+  "**/*head*/**",
+  "**/*[Ee]mbed*/**",
+  "**/*logits*/**",
+  "**/wte/**",
+  "**/output/**",
 )
 """Usual names of embeddings and output heads."""
+
+
+def _left_alone(path, name: str, **fields) -> Rule:
+  return Rule(path=path, recipe=None, name=name, **fields)
 
 
 def all_linear(recipe: recipes.Recipe | None = None) -> Policy:
@@ -35,12 +39,12 @@ def bf16() -> Policy:
 
 
 def nemotron(
-    first: int = 2,
-    last: int = 8,
-    *,
-    recipe: recipes.Recipe | None = None,
-    blocks: str | tuple[str, ...] = BLOCKS,
-    heads: str | tuple[str, ...] = HEADS,
+  first: int = 2,
+  last: int = 8,
+  *,
+  recipe: recipes.Recipe | None = None,
+  blocks: str | tuple[str, ...] = BLOCKS,
+  heads: str | tuple[str, ...] = HEADS,
 ) -> Policy:
   """The paper's policy: first and last blocks, embeddings and head in BF16.
 
@@ -59,30 +63,33 @@ def nemotron(
   """
   if first < 0 or last < 0:
     raise ValueError(
-        f"nemotron: first={first}, last={last}; needed counts of 0 or more."
+      f"nemotron: first={first}, last={last}; needed counts of 0 or more."
     )
-  rules = [Rule(path=heads, recipe=None, optional=True)]
+  rules = [_left_alone(heads, "embeddings and heads", optional=True)]
   if first:
-    rules.append(Rule(path=blocks, layers=slice(0, first), recipe=None))
+    layers = slice(0, first)
+    rules.append(_left_alone(blocks, f"first {first} blocks", layers=layers))
   if last:
-    rules.append(Rule(path=blocks, layers=slice(-last, None), recipe=None))
+    layers = slice(-last, None)
+    rules.append(_left_alone(blocks, f"last {last} blocks", layers=layers))
   return Policy(rules=tuple(rules), default=recipe or recipes.nvfp4())
 
 
 def last_fraction(
-    fraction: float = 0.15,
-    *,
-    recipe: recipes.Recipe | None = None,
-    blocks: str | tuple[str, ...] = BLOCKS,
-    heads: str | tuple[str, ...] = HEADS,
+  fraction: float = 0.15,
+  *,
+  recipe: recipes.Recipe | None = None,
+  blocks: str | tuple[str, ...] = BLOCKS,
+  heads: str | tuple[str, ...] = HEADS,
 ) -> Policy:
   """The last fraction of the blocks, rounded up, and the head in BF16."""
   if not 0 <= fraction < 1:
     raise ValueError(
-        f"last_fraction: fraction={fraction!r}; needed at least 0, below 1."
+      f"last_fraction: fraction={fraction!r}; needed at least 0, below 1."
     )
-  rules = [Rule(path=heads, recipe=None, optional=True)]
+  rules = [_left_alone(heads, "embeddings and heads", optional=True)]
   if fraction:
     tail = slice(-float(fraction), None)
-    rules.append(Rule(path=blocks, layers=tail, recipe=None))
+    name = f"last {fraction:.0%} of the blocks"
+    rules.append(_left_alone(blocks, name, layers=tail))
   return Policy(rules=tuple(rules), default=recipe or recipes.nvfp4())

@@ -38,6 +38,7 @@ class Rule:
     gemms: restricts the rule to some of "fprop", "dgrad", "wgrad"; the others
       are decided by the rules after it.
     optional: whether the rule may match nothing.
+    name: what tables and errors call the rule, instead of its path.
   """
 
   path: str | tuple[str, ...]
@@ -45,35 +46,35 @@ class Rule:
   layers: Layers = None
   gemms: tuple[str, ...] | None = None
   optional: bool = False
+  name: str = ""
 
   def __post_init__(self):
     paths = (self.path,) if isinstance(self.path, str) else tuple(self.path)
     if not paths or not all(isinstance(p, str) and p for p in paths):
       raise ValueError(
-          f"Rule: path={self.path!r} holds no pattern; use a glob such as"
-          ' "**/mlp/**".'
+        f"Rule: path={self.path!r} holds no pattern; use a glob such as"
+        ' "**/mlp/**".'
       )
     object.__setattr__(
-        self, "path", self.path if isinstance(self.path, str) else paths
+      self, "path", self.path if isinstance(self.path, str) else paths
     )
     if self.recipe is not None and not isinstance(self.recipe, recipes.Recipe):
       raise ValueError(
-          f"Rule: recipe={self.recipe!r} is no Recipe; call one of"
-          " fp4jax.recipes, as in recipe=fp4jax.recipes.nvfp4(), or None."
+        f"Rule: recipe={self.recipe!r} is no Recipe; call one of"
+        " fp4jax.recipes, as in recipe=fp4jax.recipes.nvfp4(), or None."
       )
     if isinstance(self.layers, (set, frozenset, list, tuple, range)):
       object.__setattr__(self, "layers", frozenset(self.layers))
     elif not isinstance(self.layers, (int, slice, type(None))):
       raise ValueError(
-          f"Rule: layers={self.layers!r}; use an int, a slice or a set of ints."
+        f"Rule: layers={self.layers!r}; use an int, a slice or a set of ints."
       )
     if self.gemms is not None:
       object.__setattr__(self, "gemms", tuple(self.gemms))
       unknown = [g for g in self.gemms if g not in recipes.GEMMS]
       if unknown or not self.gemms:
         raise ValueError(
-            f"Rule: gemms={self.gemms!r}; use some of"
-            f" {', '.join(recipes.GEMMS)}."
+          f"Rule: gemms={self.gemms!r}; use some of {', '.join(recipes.GEMMS)}."
         )
 
   @property
@@ -82,6 +83,8 @@ class Rule:
     return (self.path,) if isinstance(self.path, str) else self.path
 
   def __str__(self):
+    if self.name:
+      return self.name
     text = f'"{self.paths[0]}"' + (", …" if len(self.paths) > 1 else "")
     if self.layers is not None:
       text += f" layers={_layers_text(self.layers)}"
@@ -114,14 +117,14 @@ class Policy:
     for rule in self.rules:
       if not isinstance(rule, Rule):
         raise ValueError(
-            f"Policy: {rule!r} is no Rule; write Rule(path=..., recipe=...)."
+          f"Policy: {rule!r} is no Rule; write Rule(path=..., recipe=...)."
         )
     if self.default is not None and not isinstance(
-        self.default, recipes.Recipe
+      self.default, recipes.Recipe
     ):
       raise ValueError(
-          f"Policy: default={self.default!r} is no Recipe; call one of"
-          " fp4jax.recipes, as in default=fp4jax.recipes.nvfp4(), or None."
+        f"Policy: default={self.default!r} is no Recipe; call one of"
+        " fp4jax.recipes, as in default=fp4jax.recipes.nvfp4(), or None."
       )
 
   @property
@@ -156,9 +159,9 @@ def _regex(glob: str) -> re.Pattern:
     piece = piece.replace(r"\{layer\}", r"(?P<layer>\d+)")
     piece = piece.replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
     piece = re.sub(
-        r"\\\[(.*?)\\\]",
-        lambda m: "[" + m.group(1).replace("\\-", "-") + "]",
-        piece,
+      r"\\\[(.*?)\\\]",
+      lambda m: "[" + m.group(1).replace("\\-", "-") + "]",
+      piece,
     )
     text += piece
     # "a/**" also matches "a" itself.
@@ -167,8 +170,8 @@ def _regex(glob: str) -> re.Pattern:
     return re.compile(text)
   except re.error as e:
     raise ValueError(
-        f"Rule: path={glob!r} is no valid pattern ({e}); use *, **, [0-2] and"
-        " one {layer}."
+      f"Rule: path={glob!r} is no valid pattern ({e}); use *, **, [0-2] and"
+      " one {layer}."
     ) from e
 
 
@@ -229,7 +232,7 @@ def _layer_indices(rule: Rule, site) -> Sequence[int | None] | None:
 
 
 def resolve(
-    policy: Policy, sites: Sequence, parameters: Sequence[str] = ()
+  policy: Policy, sites: Sequence, parameters: Sequence[str] = ()
 ) -> list[list[Decision]]:
   """One decision for each site and each position in the scans around it.
 
@@ -258,7 +261,7 @@ def resolve(
           continue
         used = True
         for gemm in rule.gemms or recipes.GEMMS:
-          gemms.setdefault(gemm, (rule.recipe, f"rule {rule}"))
+          gemms.setdefault(gemm, (rule.recipe, str(rule)))
     if not used and not rule.optional:
       _check_harmless(rule, sites, parameters, known)
   decisions = [[_decide(policy, gemms) for gemms in site] for site in chosen]
@@ -289,19 +292,19 @@ def _check_harmless(rule, sites, parameters, known):
   matched = [p for p in named if any(matches(g, p) for g in rule.paths)]
   if matched and not known:
     raise errors.PolicyError(
-        f"rule {rule} matches {matched[0]}, which has no layer index; capture"
-        " one with {layer} in the path, or scan over the stacked weights (a"
-        " fori_loop that indexes them has no per-layer rules)."
+      f"rule {rule} matches {matched[0]}, which has no layer index; capture"
+      " one with {layer} in the path, or scan over the stacked weights (a"
+      " fori_loop that indexes them has no per-layer rules)."
     )
   if matched:
     raise errors.PolicyError(
-        f"rule {rule} names none of the layers 0 to {max(known)} of"
-        f" {matched[0]}; correct layers=, or set optional=True."
+      f"rule {rule} names none of the layers 0 to {max(known)} of"
+      f" {matched[0]}; correct layers=, or set optional=True."
     )
   raise errors.PolicyError(
-      f"rule {rule} matches none of the model's {len(named)} linear layers;"
-      f" did you mean {_nearest(rule.paths[0], named)}? Correct the path, or"
-      " set optional=True."
+    f"rule {rule} matches none of the model's {len(named)} linear layers;"
+    f" did you mean {_nearest(rule.paths[0], named)}? Correct the path, or"
+    " set optional=True."
   )
 
 
@@ -309,17 +312,17 @@ def _nothing_quantised(policy: Policy, sites) -> str:
   named = [p for s in sites for p in s.paths]
   if not named:
     return (
-        "the policy quantises nothing: no operand of any contraction comes from"
-        " the parameters; pass the parameters as the first argument (or name"
-        " its position with params_argnums) instead of closing over them."
+      "the policy quantises nothing: no operand of any contraction comes from"
+      " the parameters; pass the parameters as the first argument (or name"
+      " its position with params_argnums) instead of closing over them."
     )
   asked = [str(r) for r in policy.rules if r.recipe and r.recipe.quantises]
   wanted = f"rules {'; '.join(asked)}" if asked else "the default"
   return (
-      f"the policy quantises nothing: {wanted} would, but earlier rules leave"
-      f" all {len(named)} linear layers alone (nearest:"
-      f" {_nearest(named[0], named)}); narrow those rules, or use"
-      " fp4jax.policies.bf16()."
+    f"the policy quantises nothing: {wanted} would, but earlier rules leave"
+    f" all {len(named)} linear layers alone (nearest:"
+    f" {_nearest(named[0], named)}); narrow those rules, or use"
+    " fp4jax.policies.bf16()."
   )
 
 
@@ -331,7 +334,7 @@ def _nearest(glob: str, paths: Sequence[str], count: int = 3) -> str:
   def likeness(path):
     pieces = [*path.split("/"), path]
     return max(
-        difflib.SequenceMatcher(None, plain, piece).ratio() for piece in pieces
+      difflib.SequenceMatcher(None, plain, piece).ratio() for piece in pieces
     )
 
   best = sorted(paths, key=likeness, reverse=True)[:count]

@@ -21,30 +21,30 @@ from fp4jax import backends
 from fp4jax import formats
 from fp4jax import recipes
 from fp4jax.block_scaled import BlockScaled
-from fp4jax.dot import check_key
-from fp4jax.dot import G
-from fp4jax.dot import gemm_operand
 from fp4jax.dot import GT
-from fp4jax.dot import kept_operand
-from fp4jax.dot import operand_streams
+from fp4jax.dot import WT
+from fp4jax.dot import XT
+from fp4jax.dot import G
 from fp4jax.dot import Spec
 from fp4jax.dot import W
-from fp4jax.dot import WT
 from fp4jax.dot import X
-from fp4jax.dot import XT
+from fp4jax.dot import check_key
+from fp4jax.dot import gemm_operand
+from fp4jax.dot import kept_operand
+from fp4jax.dot import operand_streams
 
 
 def ragged_dot(
-    lhs,
-    rhs,
-    group_sizes,
-    *,
-    recipe: recipes.Recipe,
-    key=None,
-    preferred_element_type=None,
-    precision=None,
-    backend: str | None = None,
-    site: str = "ragged_dot",
+  lhs,
+  rhs,
+  group_sizes,
+  *,
+  recipe: recipes.Recipe,
+  key=None,
+  preferred_element_type=None,
+  precision=None,
+  backend: str | None = None,
+  site: str = "ragged_dot",
 ):
   """``lax.ragged_dot`` whose three GEMMs are quantised by a recipe.
 
@@ -69,8 +69,8 @@ def ragged_dot(
   """
   if lhs.ndim != 2 or rhs.ndim != 3:
     raise ValueError(
-        f"{site}: lhs has shape {lhs.shape} and rhs {rhs.shape}, needed [m, k]"
-        " and [g, k, n]."
+      f"{site}: lhs has shape {lhs.shape} and rhs {rhs.shape}, needed [m, k]"
+      " and [g, k, n]."
     )
   for name, x in (("lhs", lhs), ("rhs", rhs)):
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -88,11 +88,11 @@ def _ragged(x, w, sizes, streams, spec):
   check_key(streams, spec, ("fprop",))
   gemm = spec.recipe.fprop
   return _grouped(
-      gemm_operand(x, gemm and gemm.lhs, streams, X),
-      gemm_operand(w, gemm and gemm.rhs, streams, W),
-      sizes,
-      spec.out_dtype,
-      spec.precision,
+    gemm_operand(x, gemm and gemm.lhs, streams, X),
+    gemm_operand(w, gemm and gemm.rhs, streams, W),
+    sizes,
+    spec.out_dtype,
+    spec.precision,
   )
 
 
@@ -105,7 +105,7 @@ def _ragged_fwd(x, w, sizes, streams, spec):
   apart = _apart(x, sizes, wgrad)
   xt = kept_operand(apart, None, wgrad and wgrad.lhs, None, streams, XT)
   wt = kept_operand(
-      w, wq, dgrad and dgrad.rhs, fprop and fprop.rhs, streams, WT
+    w, wq, dgrad and dgrad.rhs, fprop and fprop.rhs, streams, WT
   )
   return y, (xt, wt, sizes, streams)
 
@@ -114,19 +114,17 @@ def _ragged_bwd(spec, residuals, g):
   xt, wt, sizes, streams = residuals
   _, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
   dx = _grouped(
-      gemm_operand(g, dgrad and dgrad.lhs, streams, G),
-      wt,
-      sizes,
-      xt.array.dtype,
-      spec.precision,
+    gemm_operand(g, dgrad and dgrad.lhs, streams, G),
+    wt,
+    sizes,
+    xt.array.dtype,
+    spec.precision,
   )
   apart = _apart(g, sizes, wgrad)
   gt = gemm_operand(apart, wgrad and wgrad.rhs, streams, GT, transposed=True)
   dw = _contract_tokens(gt, xt, sizes, wgrad, wt.array.dtype, spec.precision)
   integers = (sizes, streams)
-  zeros = jax.tree.map(
-      lambda x: np.zeros(x.shape, jax.dtypes.float0), integers
-  )
+  zeros = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), integers)
   return dx, dw, *zeros
 
 
@@ -161,8 +159,8 @@ def _apart(x, sizes, gemm):
   expert = jnp.repeat(jnp.arange(groups), sizes, total_repeat_length=m)
   length = -(-m // multiple) * multiple + groups * multiple
   place = jnp.where(rows < jnp.sum(sizes), rows + shift[expert], length)
-  return jnp.zeros((length, *x.shape[1:]), x.dtype).at[place].set(
-      x, mode="drop"
+  return (
+    jnp.zeros((length, *x.shape[1:]), x.dtype).at[place].set(x, mode="drop")
   )
 
 
@@ -171,7 +169,7 @@ def _grouped(lhs, rhs, sizes, dtype, precision):
   if not isinstance(lhs.array, BlockScaled):
     w = rhs.array if rhs.contract == -2 else jnp.swapaxes(rhs.array, 1, 2)
     return lax.ragged_dot(
-        lhs.array, w, sizes, precision, preferred_element_type=dtype
+      lhs.array, w, sizes, precision, preferred_element_type=dtype
     )
   left, right = lhs.array.decode(), rhs.array.decode()
   right = right if rhs.contract == -2 else jnp.swapaxes(right, 1, 2)
@@ -186,26 +184,26 @@ def _grouped(lhs, rhs, sizes, dtype, precision):
 def _contract_tokens(gt, xt, sizes, gemm, dtype, precision):
   """[g, n, k] product over each expert's tokens."""
   numbers = lax.RaggedDotDimensionNumbers(
-      dot_dimension_numbers=(((0,), (0,)), ((), ())),
-      lhs_ragged_dimensions=(0,),
-      rhs_group_dimensions=(),
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(),
   )
   sizes = _padded(sizes, _padding(gemm))
   if not isinstance(gt.array, BlockScaled):
     return lax.ragged_dot_general(
-        gt.array,
-        xt.array,
-        sizes,
-        numbers,
-        precision=precision,
-        preferred_element_type=dtype,
+      gt.array,
+      xt.array,
+      sizes,
+      numbers,
+      precision=precision,
+      preferred_element_type=dtype,
     ).astype(dtype)
   left, right = (
-      x.array.decode() if x.contract == -2 else x.array.decode().T
-      for x in (gt, xt)
+    x.array.decode() if x.contract == -2 else x.array.decode().T
+    for x in (gt, xt)
   )
   y = lax.ragged_dot_general(
-      left, right, sizes, numbers, preferred_element_type=jnp.float32
+    left, right, sizes, numbers, preferred_element_type=jnp.float32
   )
   scale = gt.array.tensor_scale * xt.array.tensor_scale
   return (y * scale).astype(dtype)

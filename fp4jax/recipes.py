@@ -5,7 +5,9 @@ A recipe is plain data. Variants are made with ``dataclasses.replace``:
 >>> import dataclasses
 >>> recipe = nvfp4()
 >>> no_rht = dataclasses.replace(recipe.wgrad.lhs, rht=None)
->>> dataclasses.replace(recipe, wgrad=Gemm(lhs=no_rht, rhs=no_rht)).wgrad.lhs.rht
+>>> wgrad = Gemm(lhs=no_rht, rhs=no_rht)
+>>> print(dataclasses.replace(recipe, name="no_rht", wgrad=wgrad).wgrad)
+nvfp4 · nvfp4
 """
 
 import dataclasses
@@ -33,13 +35,13 @@ class Rht:
   def __post_init__(self):
     if self.size not in (2, 4, 8, 16, 32, 64, 128):
       raise ValueError(
-          f"Rht: size={self.size!r} is no power of two from 2 to 128; the"
-          " paper's is 16."
+        f"Rht: size={self.size!r} is no power of two from 2 to 128; the"
+        " paper's is 16."
       )
     if not 0 <= self.signs < 1 << 16:
       raise ValueError(
-          f"Rht: signs={self.signs!r} has more than 16 bits; the default is"
-          " 0xD7E8."
+        f"Rht: signs={self.signs!r} has more than 16 bits; the default is"
+        " 0xD7E8."
       )
 
 
@@ -71,43 +73,43 @@ class Operand:
   def __post_init__(self):
     if self.format not in formats.FORMATS:
       raise ValueError(
-          f"Operand: format={self.format!r} is not known; use one of"
-          f" {', '.join(formats.FORMATS)}, or leave the GEMM None for BF16."
+        f"Operand: format={self.format!r} is not known; use one of"
+        f" {', '.join(formats.FORMATS)}, or leave the GEMM None for BF16."
       )
     block = formats.FORMATS[self.format].block
     if block and self.block not in ((1, block), (block, block)):
       raise ValueError(
-          f"Operand: block={self.block!r} does not fit {self.format}; use"
-          f" (1, {block}) or ({block}, {block})."
+        f"Operand: block={self.block!r} does not fit {self.format}; use"
+        f" (1, {block}) or ({block}, {block})."
       )
     if self.rounding not in ("rne", "sr"):
       raise ValueError(
-          f"Operand: rounding={self.rounding!r}; use 'rne' or 'sr'."
+        f"Operand: rounding={self.rounding!r}; use 'rne' or 'sr'."
       )
     if self.four_over_six and self.rounding == "sr":
       raise ValueError(
-          "Operand: four_over_six=True with rounding='sr' would bias the"
-          " gradient; choose one of them."
+        "Operand: four_over_six=True with rounding='sr' would bias the"
+        " gradient; choose one of them."
       )
     if self.four_over_six and not self.format.startswith("nvfp4"):
       raise ValueError(
-          f"Operand: four_over_six=True with format={self.format!r}; it is"
-          " defined for nvfp4 and nvfp4_fp8_exact."
+        f"Operand: four_over_six=True with format={self.format!r}; it is"
+        " defined for nvfp4 and nvfp4_fp8_exact."
       )
     if not 0.5 <= self.scale_guard <= 1.5:
       raise ValueError(
-          f"Operand: scale_guard={self.scale_guard!r} is outside [0.5, 1.5];"
-          " 1.0 is the paper's, 16/17 unbiased."
+        f"Operand: scale_guard={self.scale_guard!r} is outside [0.5, 1.5];"
+        " 1.0 is the paper's, 16/17 unbiased."
       )
     if self.scale_guard != 1.0 and self.format != "nvfp4":
       raise ValueError(
-          f"Operand: scale_guard={self.scale_guard!r} with"
-          f" format={self.format!r}; it is defined for nvfp4."
+        f"Operand: scale_guard={self.scale_guard!r} with"
+        f" format={self.format!r}; it is defined for nvfp4."
       )
     if self.scale_guard != 1.0 and self.four_over_six:
       raise ValueError(
-          "Operand: scale_guard and four_over_six both change the range of"
-          " codes; choose one of them."
+        "Operand: scale_guard and four_over_six both change the range of"
+        " codes; choose one of them."
       )
     if self.sr_bits not in (8, 16):
       raise ValueError(f"Operand: sr_bits={self.sr_bits!r}; use 16 or 8.")
@@ -116,8 +118,8 @@ class Operand:
   def transposable(self) -> bool:
     """Whether Q(x) transposed and Q(x transposed) are the same numbers."""
     square = (
-        self.block[0] == self.block[1]
-        or formats.FORMATS[self.format].block is None
+      self.block[0] == self.block[1]
+      or formats.FORMATS[self.format].block is None
     )
     return square and self.rht is None and self.rounding == "rne"
 
@@ -144,8 +146,8 @@ class Gemm:
   def __post_init__(self):
     if self.lhs.rht != self.rhs.rht:
       raise ValueError(
-          f"Gemm: lhs.rht={self.lhs.rht} and rhs.rht={self.rhs.rht} differ, so"
-          " the rotation would not cancel; give both the same."
+        f"Gemm: lhs.rht={self.lhs.rht} and rhs.rht={self.rhs.rht} differ, so"
+        " the rotation would not cancel; give both the same."
       )
 
   def __str__(self):
@@ -179,20 +181,20 @@ class Recipe:
   def stochastic(self) -> tuple[str, ...]:
     """Names of the GEMMs that need a key."""
     return tuple(
-        name
-        for name in GEMMS
-        if (gemm := getattr(self, name))
-        and "sr" in (gemm.lhs.rounding, gemm.rhs.rounding)
+      name
+      for name in GEMMS
+      if (gemm := getattr(self, name))
+      and "sr" in (gemm.lhs.rounding, gemm.rhs.rounding)
     )
 
 
 def _three(name, x, w, g, wt=None, xt=None, gt=None) -> Recipe:
   """The recipe table: fprop x·w, dgrad g·wᵀ, wgrad xᵀ·gᵀ."""
   return Recipe(
-      name=name,
-      fprop=Gemm(lhs=x, rhs=w),
-      dgrad=Gemm(lhs=g, rhs=wt or w),
-      wgrad=Gemm(lhs=xt or x, rhs=gt or g),
+    name=name,
+    fprop=Gemm(lhs=x, rhs=w),
+    dgrad=Gemm(lhs=g, rhs=wt or w),
+    wgrad=Gemm(lhs=xt or x, rhs=gt or g),
   )
 
 
@@ -219,12 +221,12 @@ def _nvfp4(name: str, format: str, four_over_six: bool = False) -> Recipe:
   w = dataclasses.replace(x, block=(16, 16))
   g = Operand(format=format, rounding="sr")
   return _three(
-      name,
-      x,
-      w,
-      g,
-      xt=dataclasses.replace(x, rht=Rht()),
-      gt=dataclasses.replace(g, rht=Rht()),
+    name,
+    x,
+    w,
+    g,
+    xt=dataclasses.replace(x, rht=Rht()),
+    gt=dataclasses.replace(g, rht=Rht()),
   )
 
 

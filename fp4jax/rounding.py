@@ -55,8 +55,8 @@ def key_words(key) -> jax.Array:
     key = jax.random.key_data(key)
   if key.dtype != jnp.uint32 or key.shape not in ((2,), (4,)):
     raise ValueError(
-        f"fp4_key has shape {key.shape} and dtype {key.dtype}, needed one PRNG"
-        " key (uint32[2] or uint32[4]): pass jax.random.key(seed)."
+      f"fp4_key has shape {key.shape} and dtype {key.dtype}, needed one PRNG"
+      " key (uint32[2] or uint32[4]): pass jax.random.key(seed)."
     )
   return key if key.shape == (2,) else key[:2] ^ key[2:]
 
@@ -94,7 +94,7 @@ def random_bits(stream, shape, bits: int = 16) -> jax.Array:
     index = jnp.zeros(dims, jnp.uint32)
     for axis in axes:
       index = index * jnp.uint32(dims[axis]) + lax.broadcasted_iota(
-          jnp.uint32, dims, axis
+        jnp.uint32, dims, axis
       )
     return index
 
@@ -102,7 +102,7 @@ def random_bits(stream, shape, bits: int = 16) -> jax.Array:
   counter = (iota([n - 1]), iota([n - 2]), iota(range(n - 2)), stream[2])
   words = jnp.stack(philox4x32(counter, (stream[0], stream[1])), -1)
   halves = lax.bitcast_convert_type(
-      words, jnp.uint16 if bits == 16 else jnp.uint8
+    words, jnp.uint16 if bits == 16 else jnp.uint8
   )
   return halves.reshape(*dims[:-1], groups * lanes)[..., :k].astype(jnp.uint32)
 

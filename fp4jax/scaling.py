@@ -48,17 +48,15 @@ def encode_block_scale(v, scale: str, rounding: str):
   # and 4 (0, 2, 4, 6 among subnormals); the midpoints are grid points too.
   index = formats.round_to_grid(v, formats.E4M3)
   value = formats.decode(index, formats.E4M3)
-  if rounding == "sr":
-    index = index + (value < v)  # the grid value above
-  else:
-    index = index - (value > v)  # the grid value below
+  above, below = index + (value < v), index - (value > v)
+  index = above if rounding == "sr" else below
   step = index & 7
   last = 5 if rounding == "sr" else 6
   middle = jnp.where(step < 3, 2, jnp.where(step < last, 4, 8))
   rounded = jnp.where(step == 0, 0, middle)
   subnormal = (index + 1) & ~1
   return jnp.where(index < 8, subnormal, index - step + rounded).astype(
-      jnp.uint8
+    jnp.uint8
   )
 
 

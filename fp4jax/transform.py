@@ -15,21 +15,21 @@ import numpy as np
 
 from fp4jax import _jax
 from fp4jax import backends
-from fp4jax.coverage import Coverage
-from fp4jax.coverage import tabulate
 from fp4jax import dataflow
 from fp4jax import interpreter
 from fp4jax import policy as policy_lib
 from fp4jax import rounding
+from fp4jax.coverage import Coverage
+from fp4jax.coverage import tabulate
 
 
 def quantize(
-    model_fn: Callable,
-    policy: policy_lib.Policy,
-    *,
-    params_argnums: int | Sequence[int] = 0,
-    backend: str | None = None,
-) -> Callable:
+  model_fn: Callable,
+  policy: policy_lib.Policy,
+  *,
+  params_argnums: int | Sequence[int] = 0,
+  backend: str | None = None,
+) -> "Quantized":
   """Transforms a function so that its linear layers train quantised.
 
   ``quantize`` traces ``model_fn`` and evaluates it again with every
@@ -71,29 +71,20 @@ def quantize(
   """
   if not isinstance(policy, policy_lib.Policy):
     raise ValueError(
-        f"quantize: policy={policy!r} is no fp4jax.Policy; pass one of"
-        " fp4jax.policies, as in fp4jax.policies.all_linear()."
+      f"quantize: policy={policy!r} is no fp4jax.Policy; pass one of"
+      " fp4jax.policies, as in fp4jax.policies.all_linear()."
     )
   if not callable(model_fn):
     raise ValueError(
-        f"quantize: model_fn={model_fn!r} is not callable; pass the model's"
-        " apply function, or lambda model, x: model(x) for NNX."
+      f"quantize: model_fn={model_fn!r} is not callable; pass the model's"
+      " apply function, or lambda model, x: model(x) for NNX."
     )
   if isinstance(params_argnums, int):
     params_argnums = (params_argnums,)
-  transformation = _Transformation(
-      model_fn, policy, tuple(params_argnums), backend
-  )
-
-  @functools.wraps(model_fn, updated=())
-  def quantized(*args, fp4_key=None, **kwargs):
-    return transformation(args, kwargs, fp4_key)
-
-  quantized.fp4jax_transformation = transformation
-  return quantized
+  return Quantized(model_fn, policy, tuple(params_argnums), backend)
 
 
-def coverage(quantized: Callable, *args, **kwargs) -> Coverage:
+def coverage(quantized: "Quantized", *args, **kwargs) -> Coverage:
   """Every contraction of a quantised function, and what becomes of it.
 
   Args:
@@ -108,14 +99,13 @@ def coverage(quantized: Callable, *args, **kwargs) -> Coverage:
     ValueError: ``quantized`` does not come from ``quantize``.
     PolicyError: the policy does not fit the model.
   """
-  transformation = getattr(quantized, "fp4jax_transformation", None)
-  if transformation is None:
+  if not isinstance(quantized, Quantized):
     raise ValueError(
-        f"coverage: {quantized!r} does not come from fp4jax.quantize; pass the"
-        " function that quantize returned, not one wrapped around it."
+      f"coverage: {quantized!r} does not come from fp4jax.quantize; pass the"
+      " function that quantize returned, not one wrapped around it."
     )
   kwargs.pop("fp4_key", None)
-  return transformation.program(args, kwargs).coverage
+  return quantized.program(args, kwargs).coverage
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,10 +145,15 @@ class _Call:
   nodes: list
 
 
-class _Transformation:
-  """What one ``quantize`` holds: the model, the policy, and traced programs."""
+class Quantized:
+  """A quantised function: what ``quantize`` returns.
+
+  It is called like the function that it was made from, with ``fp4_key=``
+  besides. It holds traced programs, and no state that a result depends on.
+  """
 
   def __init__(self, model_fn, policy, params_argnums, backend):
+    functools.update_wrapper(self, model_fn, updated=())
     self.model_fn = model_fn
     self.policy = policy
     self.params_argnums = params_argnums
@@ -166,14 +161,14 @@ class _Transformation:
     self._function = functools.lru_cache(maxsize=256)(self._make_function)
     self._program = functools.lru_cache(maxsize=256)(self._make_program)
 
-  def __call__(self, args, kwargs, key):
+  def __call__(self, *args, fp4_key=None, **kwargs):
+    if fp4_key is not None:
+      rounding.key_words(fp4_key)
     call = self._take_apart(args, kwargs)
     traced = call.trace.trace(*call.leaves)
     program = self._program(traced.jaxpr, call.flows)
-    if key is not None:
-      rounding.key_words(key)
     _, consts = _jax.open_jaxpr(traced.jaxpr)
-    inputs = (consts, call.leaves, key)
+    inputs = (consts, call.leaves, fp4_key)
     rewritten = program.jitted.trace(*inputs)
     flat = core.jaxpr_as_fun(rewritten.jaxpr)(*jax.tree.leaves(inputs))
     tree = jax.tree.structure(traced.out_info)
@@ -191,12 +186,12 @@ class _Transformation:
     for argnum in self.params_argnums:
       if not -len(args) <= argnum < len(args):
         raise ValueError(
-            f"quantize: params_argnums={self.params_argnums} but the call has"
-            f" {len(args)} positional arguments; pass the parameters by"
-            " position."
+          f"quantize: params_argnums={self.params_argnums} but the call has"
+          f" {len(args)} positional arguments; pass the parameters by"
+          " position."
         )
     params = {argnum % len(args) for argnum in self.params_argnums}
-    is_leaf = lambda x: isinstance(x, nnx.Module)  # noqa: E731
+    is_leaf = lambda x: isinstance(x, nnx.Module)
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf)
     nodes = [leaf for _, leaf in paths if is_leaf(leaf)]
     graphdef, state = nnx.split(nodes) if nodes else (None, {})
@@ -212,9 +207,9 @@ class _Transformation:
       else:
         static.append(_Static(leaf))
     flows = _argument_flows((args, kwargs), params, is_leaf)
-    state_paths, state_tree = jax.tree_util.tree_flatten_with_path(
-        state, lambda x: isinstance(x, nnx.Variable)
-    )
+    state_paths = jax.tree_util.tree_flatten_with_path(
+      state, lambda x: isinstance(x, nnx.Variable)
+    )[0]
     for path, variable in state_paths:
       owner = node_paths[path[0].key]
       inside = owner[0].idx == 0 and owner[1].idx in params
@@ -222,12 +217,11 @@ class _Transformation:
       for leaf in jax.tree.leaves(variable):
         leaves.append(leaf)
         flows.append(_flow(leaf, name, type(variable)))
-    del state_tree
     structure = (
-        tree,
-        tuple(static),
-        graphdef,
-        jax.tree.structure(state) if nodes else None,
+      tree,
+      tuple(static),
+      graphdef,
+      jax.tree.structure(state) if nodes else None,
     )
     try:
       hash(structure)
@@ -260,9 +254,9 @@ class _Transformation:
       after_def, after = nnx.split(nodes)
       if after_def != graphdef:
         raise ValueError(
-            "quantize: the call added or removed variables of an nnx.Module"
-            " (sow, a new cache); create them before, in the constructor or by"
-            " one call of the untransformed module."
+          "quantize: the call added or removed variables of an nnx.Module"
+          " (sow, a new cache); create them before, in the constructor or by"
+          " one call of the untransformed module."
         )
       return out, after
 
@@ -273,7 +267,7 @@ class _Transformation:
     linear = {s.id: s for s in sites if s.weight and not s.reason}
     parameters = sorted({w.path for f in flows for w in f.weights})
     resolved = policy_lib.resolve(
-        self.policy, list(linear.values()), parameters
+      self.policy, list(linear.values()), parameters
     )
     decisions = dict(zip(linear, resolved, strict=True))
     for site in resolved:
@@ -302,7 +296,7 @@ class _Static:
 
 def _is_array(x) -> bool:
   return isinstance(
-      x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
   )
 
 
@@ -330,7 +324,7 @@ def _flow(leaf, name: str | None, variable: type | None = None):
 
 def _argument_flows(args_kwargs, params, is_node) -> list[dataflow.Flow]:
   """The flows of the array leaves of all arguments but NNX modules."""
-  is_leaf = lambda x: is_node(x) or isinstance(x, nnx.Variable)  # noqa: E731
+  is_leaf = lambda x: is_node(x) or isinstance(x, nnx.Variable)
   entries = jax.tree_util.tree_flatten_with_path(args_kwargs, is_leaf)[0]
   args = args_kwargs[0]
   flows = []
@@ -343,7 +337,7 @@ def _argument_flows(args_kwargs, params, is_node) -> list[dataflow.Flow]:
       inside = _path_name(path[2:3]) == "params"
     name = _path_name(path[2:]) if inside else None
     flows += [
-        _flow(x, name, variable) for x in jax.tree.leaves(leaf) if _is_array(x)
+      _flow(x, name, variable) for x in jax.tree.leaves(leaf) if _is_array(x)
     ]
   return flows
 
@@ -360,13 +354,13 @@ def _write_back(nodes, state, traced):
   count = len(jax.tree.leaves(state))
   outvars = jaxpr.outvars[len(jaxpr.outvars) - count :] if count else []
   unchanged = iter(
-      not _jax.is_literal(var) and var in inputs for var in outvars
+    not _jax.is_literal(var) and var in inputs for var in outvars
   )
   flat = nnx.to_flat_state(state)
   changed = [
-      (path, variable)
-      for path, variable in flat
-      if not all([next(unchanged) for _ in jax.tree.leaves(variable)])
+    (path, variable)
+    for path, variable in flat
+    if not all([next(unchanged) for _ in jax.tree.leaves(variable)])
   ]
   if changed:
     nnx.update(nodes, nnx.from_flat_state(changed))
