@@ -106,7 +106,7 @@ def quantize_array(
   >>> import fp4jax
   >>> x = jnp.array([[0.0, 1.0, -2.5, 6.0] + 12 * [0.0]])
   >>> q = quantize_array(x, fp4jax.Operand())
-  >>> q.dequantize()[0, :4].tolist()
+  >>> [round(v, 4) for v in q.dequantize()[0, :4].tolist()]
   [0.0, 1.0, -2.0, 6.0]
   """
   if x.ndim < 2:

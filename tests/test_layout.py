@@ -49,10 +49,10 @@ def test_library_has_no_import_cycle():
     if path.stem == "__init__":
       continue
     targets = {
-        n.split(".")[1] for n in imported(path) if n.startswith("fp4jax.")
+      n.split(".")[1] for n in imported(path) if n.startswith("fp4jax.")
     }
     graph[path.stem] = targets & {
-        p.stem for p in (ROOT / "fp4jax").glob("*.py")
+      p.stem for p in (ROOT / "fp4jax").glob("*.py")
     }
 
   done: set[str] = set()
@@ -77,17 +77,17 @@ def test_library_imports_only_its_runtime_dependencies():
     for name in imported(path):
       top = name.split(".")[0]
       assert (
-          top in RUNTIME
-          or top in sys.stdlib_module_names
-          or top in ("fp4jax", "pallas_kernels")
+        top in RUNTIME
+        or top in sys.stdlib_module_names
+        or top in ("fp4jax", "pallas_kernels")
       ), f"{path} imports {name}, not among {allowed}"
   hidden = ("orbax", "grain", "tokenizers", "rich", "ml_collections")
   script = "import sys\n"
   script += "\n".join(
-      f"sys.modules[{m!r}] = None" for m in hidden if m != "orbax"
+    f"sys.modules[{m!r}] = None" for m in hidden if m != "orbax"
   )
   script += "\nimport fp4jax\nprint(fp4jax.__version__)"
   done = subprocess.run(
-      [sys.executable, "-c", script], capture_output=True, text=True
+    [sys.executable, "-c", script], capture_output=True, text=True
   )
   assert done.returncode == 0, done.stderr
