@@ -151,7 +151,8 @@ def _rotated_shape(shape, rht):
 def _quantize(x, stream, *, operand):
   """Codes, block scale codes and tensor scale of [*batch, m, k]."""
   fmt = formats.FORMATS[operand.format]
-  x = hadamard.rht(x, operand.rht) if operand.rht else x.astype(jnp.float32)
+  x = scaling.read(x)
+  x = hadamard.rht(x, operand.rht) if operand.rht else x
   x = hadamard.pad_last(x, fmt.block or 1)
   block_amax = _block_amax(x, operand.block) if fmt.block else x
   amax = scaling.operand_amax(block_amax)
@@ -161,9 +162,10 @@ def _quantize(x, stream, *, operand):
     random = rounding.random_bits(stream, x.shape, operand.sr_bits)
   if fmt.block is None:
     encode = scaling.encode_scale(amax, fmt.element.max)
-    per_element = jnp.where(finite, encode, 0.0)[..., None, None]
+    live = finite & (amax >= scaling.SMALLEST)
+    per_element = jnp.where(live, encode, 0.0)[..., None, None]
     codes = _encode(x, per_element, fmt.element.max, fmt, operand, random)
-    scales, decode = None, 1.0 / encode
+    scales, decode = None, scaling.divide(1.0, encode)
   else:
     live = (block_amax >= scaling.SMALLEST) & finite[..., None, None]
     block_amax = jnp.where(live, block_amax, 0.0)
@@ -208,7 +210,7 @@ def _two_level(x, amax, block_amax, fmt, operand, random):
   scale_max = 256.0 if six and fmt.scale == "e4m3" else fmt.scale_max
   guard = operand.scale_guard
   encode = scaling.encode_scale(amax, 6 * scale_max * guard)
-  decode = 1.0 / encode
+  decode = scaling.divide(1.0, encode)
   per_block = (encode * np.float32(1 / (6 * guard)))[..., None, None]
   v = jnp.where(block_amax == 0, 0.0, block_amax * per_block)
 
@@ -216,7 +218,7 @@ def _two_level(x, amax, block_amax, fmt, operand, random):
     scales = scaling.encode_block_scale(v, fmt.scale, operand.rounding)
     value = scaling.decode_block_scale(scales, fmt.scale)
     inverse = jnp.where(
-      value == 0, 0.0, 1.0 / (value * decode[..., None, None])
+      value == 0, 0.0, scaling.divide(1.0, value * decode[..., None, None])
     )
     codes = _encode_blocks(x, inverse, limit, fmt, operand, random)
     return scales, value, codes

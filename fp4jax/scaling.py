@@ -6,15 +6,64 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp4jax import formats
+from fp4jax import hadamard
 
 # Anything below is zero: no scale of what is left, nor any reciprocal of one,
 # is subnormal, which XLA's CPU backend flushes and its GPU backend does not.
 SMALLEST = np.float32(2.0**-100)
 
 
-def amax(x, axis=None, keepdims=False):
-  """Largest magnitude, 0 for an empty array; NaN and Inf propagate."""
-  return jnp.max(jnp.abs(x), axis=axis, keepdims=keepdims, initial=0.0)
+def read(x):
+  """``x`` as float32, with the values that its own dtype can hold.
+
+  XLA deletes a rounding to BF16 that is widened again, on CPU too; what is
+  quantised would then depend on what is fused with it.
+  """
+  if x.dtype == jnp.bfloat16:
+    return hadamard.round_to_bf16(x.astype(jnp.float32))
+  if x.dtype.itemsize < 4:  # float16, whose subnormals must stay
+    x = lax.optimization_barrier(x)
+  return x.astype(jnp.float32)
+
+
+def divide(a, b):
+  """The float32 quotient a / b, rounded to nearest, ties to even.
+
+  XLA's GPU compiler divides to within two units in the last place. The quotient
+  is corrected by its remainder, which is exact in wrapping integers.
+
+  Args:
+    a: positive normal float32.
+    b: positive normal float32, with a normal quotient.
+  """
+  a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+  q = a / b
+  (ea, ma), (eb, mb), (eq, mq) = map(_exponent_and_mantissa, (a, b, q))
+  # a = q * b where ma * 2**shift = mq * mb; shift is 23, or 24 where ma < mb.
+  shift = (23 + ea - eb - eq).astype(jnp.uint32)
+  remainder = ((ma << shift) - mq * mb).astype(jnp.int32)
+  twice, mb = 2 * remainder, mb.astype(jnp.int32)
+  up = (twice > mb).astype(jnp.int32) + (twice > 3 * mb)
+  down = (twice < -mb).astype(jnp.int32) + (twice < -3 * mb)
+  corrected = formats.float_bits(q).astype(jnp.int32) + (up - down)
+  return formats.bits_float(corrected.astype(jnp.uint32))
+
+
+def _exponent_and_mantissa(x):
+  """int32 exponent and uint32 24-bit mantissa of positive normal float32."""
+  mantissa = (formats.float_bits(x) & 0x7FFFFF) | jnp.uint32(1 << 23)
+  return formats.exponent(x), mantissa
+
+
+def amax(x, axis=None):
+  """Largest magnitude, 0 for an empty array; NaN and Inf propagate.
+
+  The maximum is taken over the integer patterns of the magnitudes, which order
+  like the magnitudes with NaN above all: XLA's GPU compiler drops NaN from
+  maxima of floats.
+  """
+  patterns = formats.float_bits(x) & jnp.uint32(0x7FFFFFFF)
+  return formats.bits_float(jnp.max(patterns, axis=axis, initial=0))
 
 
 def operand_amax(x):
@@ -25,12 +74,14 @@ def operand_amax(x):
   local = amax(x, axis=(-2, -1))
   axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
   varying = tuple(a for a in axes if a in jax.typeof(local).vma)
-  return lax.pmax(local, varying) if varying else local
+  if not varying:
+    return local
+  return formats.bits_float(lax.pmax(formats.float_bits(local), varying))
 
 
 def encode_scale(amax, top: float):
   """S_enc = top / amax, 1 where amax is zero."""
-  return jnp.where(amax < SMALLEST, 1.0, np.float32(top) / amax)
+  return jnp.where(amax < SMALLEST, 1.0, divide(np.float32(top), amax))
 
 
 def encode_block_scale(v, scale: str, rounding: str):

@@ -20,20 +20,20 @@ SMALLEST = F32(2.0**-100)  # operands and blocks with a smaller amax are zero
 
 # name: (bits, min normal exponent, mantissa bits, max)
 ELEMENTS = {
-    "E2M1": (4, 0, 1, 6.0),
-    "E4M3": (8, -6, 3, 448.0),
-    "E5M2": (8, -14, 2, 57344.0),
+  "E2M1": (4, 0, 1, 6.0),
+  "E4M3": (8, -6, 3, 448.0),
+  "E5M2": (8, -14, 2, 57344.0),
 }
 
 # format: (element, block length, scale_max)
 FORMATS = {
-    "nvfp4": ("E2M1", 16, 448.0),
-    "nvfp4_fp8_exact": ("E2M1", 16, 64.0),
-    "mxfp4": ("E2M1", 32, None),
-    "mxfp8": ("E4M3", 32, None),
-    "mxfp8_e5m2": ("E5M2", 32, None),
-    "fp8_e4m3": ("E4M3", None, None),
-    "fp8_e5m2": ("E5M2", None, None),
+  "nvfp4": ("E2M1", 16, 448.0),
+  "nvfp4_fp8_exact": ("E2M1", 16, 64.0),
+  "mxfp4": ("E2M1", 32, None),
+  "mxfp8": ("E4M3", 32, None),
+  "mxfp8_e5m2": ("E5M2", 32, None),
+  "fp8_e4m3": ("E4M3", None, None),
+  "fp8_e5m2": ("E5M2", None, None),
 }
 
 
@@ -44,7 +44,7 @@ def same_bits(actual, expected):
   if actual.dtype.kind == "f":
     number = ~np.isnan(actual)
     np.testing.assert_array_equal(
-        np.signbit(actual)[number], np.signbit(expected)[number]
+      np.signbit(actual)[number], np.signbit(expected)[number]
     )
 
 
@@ -148,9 +148,9 @@ def clear12(x):
 # Block scales
 
 RESTRICTED = np.array(
-    [0.0, 2.0**-8, 2.0**-7, 1.5 * 2.0**-7]
-    + [m * 2.0**e for e in range(-6, 6) for m in (1.0, 1.25, 1.5)]
-    + [64.0, 80.0, 96.0]
+  [0.0, 2.0**-8, 2.0**-7, 1.5 * 2.0**-7]
+  + [m * 2.0**e for e in range(-6, 6) for m in (1.0, 1.25, 1.5)]
+  + [64.0, 80.0, 96.0]
 )
 
 
@@ -215,10 +215,10 @@ def philox4x32(counter, key):
     first = np.uint64(0xD2511F53) * c0
     second = np.uint64(0xCD9E8D57) * c2
     c0, c1, c2, c3 = (
-        (second >> shift) ^ c1 ^ np.uint64(k0),
-        second & mask,
-        (first >> shift) ^ c3 ^ np.uint64(k1),
-        first & mask,
+      (second >> shift) ^ c1 ^ np.uint64(k0),
+      second & mask,
+      (first >> shift) ^ c3 ^ np.uint64(k1),
+      first & mask,
     )
     k0 = (k0 + 0x9E3779B9) % 2**32
     k1 = (k1 + 0xBB67AE85) % 2**32
@@ -363,15 +363,15 @@ def fp8(x, element, bits, sr_bits):
 
 
 def quantize(
-    x,
-    fmt="nvfp4",
-    block=(1, 16),
-    rounding="rne",
-    rotate=None,
-    scale_guard=1.0,
-    four_over_six=False,
-    sr_bits=16,
-    stream=None,
+  x,
+  fmt="nvfp4",
+  block=(1, 16),
+  rounding="rne",
+  rotate=None,
+  scale_guard=1.0,
+  four_over_six=False,
+  sr_bits=16,
+  stream=None,
 ):
   """An operand `[*batch, m, k]` float32 as the page quantises it.
 
@@ -398,7 +398,7 @@ def quantize(
       result = microscaling(tiles, element, tile_bits, sr_bits)
     else:
       result = nvfp4(
-          tiles, fmt, rounding, scale_guard, four_over_six, tile_bits, sr_bits
+        tiles, fmt, rounding, scale_guard, four_over_six, tile_bits, sr_bits
       )
     codes, scales, tensor_scale, values = result
   codes = codes.reshape(x.shape)[..., :m, :].astype(np.uint8)
@@ -414,9 +414,9 @@ def quantize(
 ROTATE = (16, 0xD7E8)
 # recipe `nvfp4`: GEMM -> (lhs, rhs); None is the same w codes, transposed.
 NVFP4_RECIPE = {
-    "fprop": ({}, {"block": (16, 16)}),
-    "dgrad": ({"rounding": "sr"}, None),
-    "wgrad": ({"rotate": ROTATE}, {"rotate": ROTATE, "rounding": "sr"}),
+  "fprop": ({}, {"block": (16, 16)}),
+  "dgrad": ({"rounding": "sr"}, None),
+  "wgrad": ({"rotate": ROTATE}, {"rotate": ROTATE, "rounding": "sr"}),
 }
 
 

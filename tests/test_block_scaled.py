@@ -43,11 +43,11 @@ def _operands():
 OPERANDS = list(_operands())
 # One of each kind, for tests that compile per shape.
 SOME = [
-    {"block": (16, 16), "four_over_six": True},
-    {"rounding": "sr", "rotate": oracle.ROTATE},
-    {"fmt": "nvfp4_fp8_exact", "rounding": "sr", "sr_bits": 8},
-    {"fmt": "mxfp8", "block": (1, 32)},
-    {"fmt": "fp8_e5m2", "rounding": "sr"},
+  {"block": (16, 16), "four_over_six": True},
+  {"rounding": "sr", "rotate": oracle.ROTATE},
+  {"fmt": "nvfp4_fp8_exact", "rounding": "sr", "sr_bits": 8},
+  {"fmt": "mxfp8", "block": (1, 32)},
+  {"fmt": "fp8_e5m2", "rounding": "sr"},
 ]
 
 
@@ -96,29 +96,29 @@ def data(m, k):
   bad[1][m - 1, k - 1] = np.inf
   bad[2][0, 0] = -np.inf
   arrays = [
-      normal,
-      random.standard_t(5, shape),
-      random.laplace(size=shape),
-      np.exp2(random.uniform(-30, 30, shape)) * sign,  # 60 binades
-      np.exp2(random.uniform(-126, 127, shape)) * sign,  # all of FP32
-      halves,
-      np.round(normal * 2) / 2,
-      np.ones(shape),
-      np.zeros(shape),
-      np.full(shape, -0.0),
-      normal * (random.random(shape) < 0.1),
-      -normal * (random.random(shape) < 0.5),  # with -0.0
-      np.where(head, -0.0, normal),
-      np.where(head, 1e-4, 1) * normal,  # subnormal and flushed scales
-      np.where(head, 1e-7, 1) * normal,
-      np.exp2(random.uniform(-22, 0, (m, 1))) * normal,
-      normal * 2.0**-98,  # about half of the blocks below 2^-100
-      normal * 2.0**-101,
-      normal * 2.0**-127,
-      np.where(head, 2.0**-127, 2.0**-95) * normal,
-      normal * 1e37,
-      np.clip(normal * 1e39, -3.4e38, 3.4e38),
-      *bad,
+    normal,
+    random.standard_t(5, shape),
+    random.laplace(size=shape),
+    np.exp2(random.uniform(-30, 30, shape)) * sign,  # 60 binades
+    np.exp2(random.uniform(-126, 127, shape)) * sign,  # all of FP32
+    halves,
+    np.round(normal * 2) / 2,
+    np.ones(shape),
+    np.zeros(shape),
+    np.full(shape, -0.0),
+    normal * (random.random(shape) < 0.1),
+    -normal * (random.random(shape) < 0.5),  # with -0.0
+    np.where(head, -0.0, normal),
+    np.where(head, 1e-4, 1) * normal,  # subnormal and flushed scales
+    np.where(head, 1e-7, 1) * normal,
+    np.exp2(random.uniform(-22, 0, (m, 1))) * normal,
+    normal * 2.0**-98,  # about half of the blocks below 2^-100
+    normal * 2.0**-101,
+    normal * 2.0**-127,
+    np.where(head, 2.0**-127, 2.0**-95) * normal,
+    normal * 1e37,
+    np.clip(normal * 1e39, -3.4e38, 3.4e38),
+    *bad,
   ]
   return np.stack(arrays).astype(np.float32)
 
@@ -145,9 +145,7 @@ def test_ragged_packed_bf16(options):
   assert_same(q, expected)
 
 
-DECODED = SOME[:2] + [
-    {"fmt": fmt, "block": (1, 32)} for fmt in oracle.FORMATS
-]
+DECODED = SOME[:2] + [{"fmt": fmt, "block": (1, 32)} for fmt in oracle.FORMATS]
 DECODED = [d for d in DECODED if not d.get("fmt", "").startswith("nvfp4")]
 
 
@@ -164,9 +162,9 @@ def test_decode(options):
   scale = expected.tensor_scale[:, None, None]
   product = oracle.multiply(decoded.astype(np.float32), scale)
   for actual, exact in (
-      (q.decode(jnp.float32), decoded.astype(np.float32)),
-      (q.decode().astype(jnp.float32), decoded.astype(np.float32)),
-      (q.dequantize(), product),
+    (q.decode(jnp.float32), decoded.astype(np.float32)),
+    (q.decode().astype(jnp.float32), decoded.astype(np.float32)),
+    (q.dequantize(), product),
   ):
     oracle.same_bits(oracle.flush(actual), oracle.flush(exact))
 
@@ -239,8 +237,8 @@ def narrowing_casts(jaxpr):
       if floats and new.itemsize < old.itemsize:
         found.append(f"{old} to {new}")
     for value in jax.tree.leaves(
-        list(equation.params.values()),
-        is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr"),
+      list(equation.params.values()),
+      is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr"),
     ):
       inner = getattr(value, "jaxpr", value)
       if hasattr(inner, "eqns"):
@@ -286,7 +284,7 @@ def boundaries():
   x = np.stack([x, -x], -1).reshape(8, 126, 70)
   division = x / per_scale[..., None]
   differ = oracle.encode(division, "E2M1") != oracle.encode(
-      oracle.multiply(x, enc[..., None]), "E2M1"
+    oracle.multiply(x, enc[..., None]), "E2M1"
   )
   x = np.append(x, np.zeros((8, 126, 5), np.float32), -1)
   top = np.broadcast_to(6 * per_scale[..., None, None], (8, 126, 5, 1))
@@ -305,7 +303,7 @@ def test_a07_reciprocal_at_every_boundary():
   expected = oracle.quantize(x)
   scales = np.arange(1, 127, dtype=np.uint8)
   oracle.same_bits(
-      expected.scales[:, :126], np.tile(scales[:, None], (8, 1, 5))
+    expected.scales[:, :126], np.tile(scales[:, None], (8, 1, 5))
   )
   assert_same(q, expected)
   assert differ.mean() > 0.01
@@ -349,6 +347,43 @@ def test_axis(options):
   oracle.same_bits(q.dequantize(), np.asarray(values).T)
 
 
+def tied_blocks(rows):
+  """[rows, 128] float32: blocks in which amax→6 and amax→4 have the same
+  errors at swapped places, so that only the order of the FP32 sum decides.
+
+  S_enc = 1 for amax = 6 * 64, block amax 6, s6 = 1, s4 = 1.5. Between the
+  grids {.., .5, 1, ..} and {.., .75, ..} a pair .5 + a and .75 + a has the
+  errors (a, a - .25) and (a - .25, a). Small elements, 0 on both grids, carry
+  the low bits that sums round off.
+  """
+  random = np.random.default_rng(0)
+  shape = (rows, 8, 5)
+  a = random.integers(1, 1000, shape) * 2.0**-12
+  common = np.exp2(random.uniform(-9, -3, shape))
+  top = np.full((rows, 8, 1), 6.0)
+  x = np.concatenate([0.5 + a, 0.75 + a, common, top], -1)
+  sign = random.choice([-1, 1], x.shape)
+  x = random.permuted(x * sign, axis=-1).reshape(rows, 128)
+  # y has 12 bits; so do the elements, that no error is rounded.
+  return oracle.clear12(x.astype(np.float32))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_fp8_exact"])
+@pytest.mark.parametrize("block", [(1, 16), (16, 16)])
+def test_four_over_six_sums_in_the_order_of_the_page(fmt, block):
+  """Errors that are equal in exact arithmetic: the winner is whoever the
+  pairwise FP32 sum makes smaller. Both win often, so any other order shows."""
+  x = tied_blocks(1024)
+  x[0, 0] = {"nvfp4": 6 * 256, "nvfp4_fp8_exact": 6 * 64}[fmt]
+  options = {"fmt": fmt, "block": block, "four_over_six": True}
+  expected = oracle.quantize(x, **options)
+  assert expected.tensor_scale == 1
+  wins = (expected.scales == 0x3C).mean()  # 1.5; 0x38 is 1
+  losses = (expected.scales == 0x38).mean()
+  assert wins > 0.05 and losses > 0.05
+  assert_same(quantize(x, options, packed=False), expected)
+
+
 def test_square_blocks_transpose():
   """Q(w)^T == Q(w^T) bit for bit with 16x16 blocks, also for ragged sizes and
   four over six: one set of codes serves fprop and dgrad."""
@@ -387,12 +422,12 @@ def test_bytes():
 
 
 @pytest.mark.parametrize(
-    "message, options",
-    [
-        ("needs a key", {"rounding": "sr"}),
-        ("block=", {"block": (1, 32)}),
-        ("four_over_six", {"rounding": "sr", "four_over_six": True}),
-    ],
+  "message, options",
+  [
+    ("needs a key", {"rounding": "sr"}),
+    ("block=", {"block": (1, 32)}),
+    ("four_over_six", {"rounding": "sr", "four_over_six": True}),
+  ],
 )
 def test_refusals(message, options):
   """What the page has no meaning for raises, and names the field."""

@@ -26,9 +26,9 @@ GUARDED = {"rounding": "sr", "scale_guard": 16 / 17}
 def sample(distribution):
   random = np.random.default_rng(1)
   draw = {
-      "normal": random.standard_normal,
-      "student": lambda shape: random.standard_t(5, shape),
-      "laplace": lambda shape: random.laplace(size=shape),
+    "normal": random.standard_normal,
+    "student": lambda shape: random.standard_t(5, shape),
+    "laplace": lambda shape: random.laplace(size=shape),
   }[distribution]
   return draw(SHAPE).astype(np.float32)
 
@@ -61,17 +61,17 @@ def assert_figure(values, figure, unit):
 
 
 @pytest.mark.parametrize(
-    "figure, unit, options",
-    [
-        (9.04, 0.01, {}),
-        (12.41, 0.01, {"block": (16, 16)}),
-        (7.57, 0.01, {"four_over_six": True}),
-        (18.8, 0.1, {"rounding": "sr"}),
-        (23.5, 0.1, GUARDED),
-        # E8M0 scales rounded up; OCP's floor, which saturates, has 13.2.
-        (13.31, 0.01, {"format": "mxfp4", "block": (1, 32)}),
-    ],
-    ids=lambda value: str(value),
+  "figure, unit, options",
+  [
+    (9.04, 0.01, {}),
+    (12.41, 0.01, {"block": (16, 16)}),
+    (7.57, 0.01, {"four_over_six": True}),
+    (18.8, 0.1, {"rounding": "sr"}),
+    (23.5, 0.1, GUARDED),
+    # E8M0 scales rounded up; OCP's floor, which saturates, has 13.2.
+    (13.31, 0.01, {"format": "mxfp4", "block": (1, 32)}),
+  ],
+  ids=lambda value: str(value),
 )
 def test_relative_mse(figure, unit, options):
   """Relative MSE on N(0, 1), in 1e-3."""
@@ -79,8 +79,8 @@ def test_relative_mse(figure, unit, options):
 
 
 @pytest.mark.parametrize(
-    "figure, distribution",
-    [(0.918, "normal"), (1.017, "student"), (1.021, "laplace")],
+  "figure, distribution",
+  [(0.918, "normal"), (1.017, "student"), (1.021, "laplace")],
 )
 def test_exact_format_costs_little(figure, distribution):
   """Relative MSE of `nvfp4_fp8_exact` with four over six, in units of the full
@@ -93,12 +93,12 @@ def test_bias_of_stochastic_rounding():
   """Without guard, blocks whose scale was rounded down saturate: projection
   on x is 1 - .33 %. With 16/17, and for scales rounded up, it is 1."""
   bias = {
-      name: measure("normal", tuple(options.items()))[1]
-      for name, options in {
-          "none": {"rounding": "sr"},
-          "guard": GUARDED,
-          "exact": {**EXACT, "rounding": "sr"},
-      }.items()
+    name: measure("normal", tuple(options.items()))[1]
+    for name, options in {
+      "none": {"rounding": "sr"},
+      "guard": GUARDED,
+      "exact": {**EXACT, "rounding": "sr"},
+    }.items()
   }
   assert_figure(100 * bias["none"], -0.33, 0.01)
   assert_figure(100 * bias["guard"], 0, 0)
@@ -115,9 +115,7 @@ def test_gemm_errors():
   @jax.jit
   def run(x, w, g, key):
     def dot(x, w):
-      return fp4jax.dot(
-          x, w, (((1,), (0,)), ((), ())), recipe=recipe, key=key
-      )
+      return fp4jax.dot(x, w, (((1,), (0,)), ((), ())), recipe=recipe, key=key)
 
     y, vjp = jax.vjp(dot, x, w)
     return y, *vjp(g)
@@ -125,14 +123,12 @@ def test_gemm_errors():
   errors = []
   for seed in range(4):
     x, w, g = (
-        random.standard_normal(s, np.float32) for s in ((m, k), (k, n), (m, n))
+      random.standard_normal(s, np.float32) for s in ((m, k), (k, n), (m, n))
     )
     exact = (x @ w, g @ w.T, x.T @ g)
     ours = run(x, w, g, jax.random.key(seed))
     pairs = zip(ours, exact, strict=True)
-    errors.append(
-        [np.linalg.norm(y - e) / np.linalg.norm(e) for y, e in pairs]
-    )
+    errors.append([np.linalg.norm(y - e) / np.linalg.norm(e) for y, e in pairs])
   figures = (0.146, 0.176, 0.166)
   for values, figure in zip(np.array(errors).T, figures, strict=True):
     assert_figure(values, figure, 0.001)

@@ -15,9 +15,9 @@ from fp4jax import scaling
 from tests import oracle
 
 ELEMENTS = {
-    "E2M1": (formats.E2M1, ml_dtypes.float4_e2m1fn),
-    "E4M3": (formats.E4M3, ml_dtypes.float8_e4m3fn),
-    "E5M2": (formats.E5M2, ml_dtypes.float8_e5m2),
+  "E2M1": (formats.E2M1, ml_dtypes.float4_e2m1fn),
+  "E4M3": (formats.E4M3, ml_dtypes.float8_e4m3fn),
+  "E5M2": (formats.E5M2, ml_dtypes.float8_e5m2),
 }
 NAMES = list(ELEMENTS)
 
@@ -35,13 +35,13 @@ def hard_values(name):
   sweep = np.exp2(random.uniform(-24, 18, 20000)).astype(np.float32)
   extreme = [1e-45, 2e-38, 1e-30, 7, 464, 465, 480, 61440, 65536, 3e38]
   positive = np.concatenate(
-      [
-          points,
-          np.nextafter(points, np.float32(0)),
-          np.nextafter(points, np.float32(np.inf)),
-          sweep,
-          np.array(extreme, np.float32),
-      ]
+    [
+      points,
+      np.nextafter(points, np.float32(0)),
+      np.nextafter(points, np.float32(np.inf)),
+      sweep,
+      np.array(extreme, np.float32),
+    ]
   )
   return np.concatenate([positive, -positive])
 
@@ -51,10 +51,10 @@ def test_constants(name):
   """The table of elements: bits, exponents, maximum."""
   element = ELEMENTS[name][0]
   fields = (
-      element.bits,
-      element.min_exponent,
-      element.mantissa_bits,
-      element.max,
+    element.bits,
+    element.min_exponent,
+    element.mantissa_bits,
+    element.max,
   )
   assert fields == oracle.ELEMENTS[name]
 
@@ -163,12 +163,12 @@ def test_e8m0(largest):
   bounds = np.exp2(np.arange(-126, 128.0)) * largest
   bounds = bounds[bounds < 3.4e38].astype(np.float32)
   x = np.concatenate(
-      [
-          bounds,
-          np.nextafter(bounds, np.float32(0)),
-          np.nextafter(bounds, np.float32(np.inf)),
-          np.array([0, 2.0**-126, 3.4e38], np.float32),
-      ]
+    [
+      bounds,
+      np.nextafter(bounds, np.float32(0)),
+      np.nextafter(bounds, np.float32(np.inf)),
+      np.array([0, 2.0**-126, 3.4e38], np.float32),
+    ]
   )
   e = oracle.mx_exponent(x.astype(np.float64), largest)
   expected = np.where(x == 0, 0, e + 127).astype(np.uint8)

@@ -40,15 +40,15 @@ def data():
   special[3] = -0.0
   every_binade = np.exp2(random.uniform(-126, 120, (24, 80)))
   arrays = np.stack(
-      [
-          normal,
-          wide * np.sign(normal),
-          normal * 2.0**-124,  # differences are subnormal
-          normal * 2.0**124,  # sums overflow
-          special,
-          every_binade * np.sign(normal),
-          np.round(normal * 4) / 4,
-      ]
+    [
+      normal,
+      wide * np.sign(normal),
+      normal * 2.0**-124,  # differences are subnormal
+      normal * 2.0**124,  # sums overflow
+      special,
+      every_binade * np.sign(normal),
+      np.round(normal * 4) / 4,
+    ]
   )
   return np.where(np.isinf(arrays), arrays, np.clip(arrays, -3e38, 3e38))
 
@@ -73,7 +73,7 @@ def test_eager_bf16_and_signs():
   units = rht(4 * jnp.eye(16), fp4jax.Rht())
   oracle.same_bits(units, (4 * matrix()).astype(np.float32))
   assert matrix()[:, 0].tolist() == [
-      -0.25 if SIGNS >> i & 1 else 0.25 for i in range(16)
+    -0.25 if SIGNS >> i & 1 else 0.25 for i in range(16)
   ]
 
 

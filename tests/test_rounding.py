@@ -24,12 +24,12 @@ def test_philox_known_answers(generate):
   """Random123's published vectors of Philox4x32-10 (kat_vectors)."""
   ones = 0xFFFFFFFF
   vectors = {
-      ((0, 0, 0, 0), (0, 0)): "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-      ((ones,) * 4, (ones,) * 2): "408f276d 41c83b0e a20bc7c6 6d5451fd",
-      (
-          (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-          (0xA4093822, 0x299F31D0),
-      ): "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ((0, 0, 0, 0), (0, 0)): "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ((ones,) * 4, (ones,) * 2): "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    (
+      (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+      (0xA4093822, 0x299F31D0),
+    ): "d16cfe09 94fdcceb 5001e420 24126ea1",
   }
   for (counter, key), answer in vectors.items():
     counter = tuple(np.uint32(word) for word in counter)
@@ -39,9 +39,7 @@ def test_philox_known_answers(generate):
 
 
 @pytest.mark.parametrize("bits", [16, 8])
-@pytest.mark.parametrize(
-    "shape", [(3, 37), (2, 5, 16), (2, 3, 4, 33), (4, 0)]
-)
+@pytest.mark.parametrize("shape", [(3, 37), (2, 5, 16), (2, 3, 4, 33), (4, 0)])
 def test_random_bits(bits, shape):
   """Element [batch, row, k] has the oracle's bits: counter (k // lanes, row,
   flattened batch, loop), lane k % lanes, little-endian."""
@@ -117,14 +115,12 @@ def test_probability_by_exhaustion(sr_bits):
   def magnitudes(x, bits):
     bits = jnp.broadcast_to(bits, shape)
     codes = formats.encode(
-        jnp.broadcast_to(x, shape), formats.E2M1, bits, sr_bits
+      jnp.broadcast_to(x, shape), formats.E2M1, bits, sr_bits
     )
     return (codes & 7).astype(jnp.int32).sum(0)
 
   up = np.asarray(magnitudes(x, bits)) - count * np.arange(7)[:, None]
-  np.testing.assert_array_equal(
-      up, np.broadcast_to(fractions * count, x.shape)
-  )
+  np.testing.assert_array_equal(up, np.broadcast_to(fractions * count, x.shape))
 
 
 def gap_operand(rows):

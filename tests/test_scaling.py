@@ -16,16 +16,16 @@ from fp4jax import scaling
 from tests import oracle
 
 SIX_SCALES = (
-    fp4jax.Operand(),
-    fp4jax.Operand(block=(16, 16)),
-    fp4jax.Operand(four_over_six=True),
-    fp4jax.Operand(format="nvfp4_fp8_exact", four_over_six=True),
-    fp4jax.Operand(format="nvfp4_fp8_exact", rounding="sr"),
-    fp4jax.Operand(format="mxfp4", block=(1, 32)),
+  fp4jax.Operand(),
+  fp4jax.Operand(block=(16, 16)),
+  fp4jax.Operand(four_over_six=True),
+  fp4jax.Operand(format="nvfp4_fp8_exact", four_over_six=True),
+  fp4jax.Operand(format="nvfp4_fp8_exact", rounding="sr"),
+  fp4jax.Operand(format="mxfp4", block=(1, 32)),
 )
 FP8 = (
-    fp4jax.Operand(format="fp8_e4m3"),
-    fp4jax.Operand(format="fp8_e5m2"),
+  fp4jax.Operand(format="fp8_e4m3"),
+  fp4jax.Operand(format="fp8_e5m2"),
 )
 STREAM = jnp.array([1, 2, 3], jnp.uint32)
 
@@ -39,17 +39,17 @@ def quantize(x, operand):
 def options(operand):
   """What `oracle.quantize` calls the fields of an operand."""
   return {
-      "fmt": operand.format,
-      "block": operand.block,
-      "rounding": operand.rounding,
-      "four_over_six": operand.four_over_six,
+    "fmt": operand.format,
+    "block": operand.block,
+    "rounding": operand.rounding,
+    "four_over_six": operand.four_over_six,
   }
 
 
 def nvfp4_dot(x, w):
   contract = (((x.ndim - 1,), (0,)), ((), ()))
   return fp4jax.dot(
-      x, w, contract, recipe=fp4jax.recipes.nvfp4(), key=jax.random.key(0)
+    x, w, contract, recipe=fp4jax.recipes.nvfp4(), key=jax.random.key(0)
   )
 
 
@@ -65,6 +65,19 @@ def finite_scales(q):
     fmt = "e8m0" if q.format.startswith("mx") else "e4m3"
     scales.append(np.asarray(scaling.decode_block_scale(q.scales, fmt)))
   return all(np.isfinite(scale).all() for scale in scales)
+
+
+def test_divide():
+  """The quotient of scales is IEEE's: random pairs over the range of scales,
+  every 8-bit mantissa divided by every other, quotients next to 1."""
+  random = np.random.default_rng(0)
+  a, b = np.exp2(random.uniform(-60, 60, (2, 100000))).astype(np.float32)
+  short = np.arange(128, 256, dtype=np.float32)
+  one = np.nextafter(np.float32(1), np.array([0, 2], np.float32))
+  a = np.concatenate([a, np.repeat(short, 128), np.ones(2), one, one])
+  b = np.concatenate([b, np.tile(short, 128), one, np.ones(2), one[::-1]])
+  a, b = a.astype(np.float32), b.astype(np.float32)
+  oracle.same_bits(jax.jit(scaling.divide)(a, b), a / b)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -104,21 +117,19 @@ def test_round_scale(scale, rounding):
   """E4M3 to nearest even; restricted to nearest with midpoints to the larger,
   or up for SR operands: at, just below and just above every E4M3 number and
   every midpoint of both grids, and on a log-uniform sweep to scale_max."""
-  fmt, largest = (
-      ("nvfp4", 448) if scale == "e4m3" else ("nvfp4_fp8_exact", 96)
-  )
+  fmt, largest = ("nvfp4", 448) if scale == "e4m3" else ("nvfp4_fp8_exact", 96)
   points = [oracle.grid("E4M3"), oracle.RESTRICTED]
   points += [(p[1:] + p[:-1]) / 2 for p in points]
   points = np.concatenate(points).astype(np.float32)
   sweep = np.exp2(np.random.default_rng(0).uniform(-14, 9, 20000))
   v = np.concatenate(
-      [
-          points,
-          np.nextafter(points, np.float32(0)),
-          np.nextafter(points, np.float32(np.inf)),
-          sweep.astype(np.float32),
-          [np.float32(1e-30), np.float32(2.0**-126)],
-      ]
+    [
+      points,
+      np.nextafter(points, np.float32(0)),
+      np.nextafter(points, np.float32(np.inf)),
+      sweep.astype(np.float32),
+      [np.float32(1e-30), np.float32(2.0**-126)],
+    ]
   )
   v = np.minimum(oracle.flush(v), np.float32(largest))
   expected = oracle.encode(oracle.round_scale(v, fmt, rounding), "E4M3")
@@ -139,7 +150,7 @@ def test_restricted_products_are_e4m3():
     assert np.isin(products, e4m3).all(), scale
     assert products.max() <= 384
   others = np.setdiff1d(
-      e4m3[(e4m3 >= 2.0**-4) & (e4m3 <= 64)], oracle.RESTRICTED
+    e4m3[(e4m3 >= 2.0**-4) & (e4m3 <= 64)], oracle.RESTRICTED
   )
   for scale in others:
     assert not np.isin(oracle.grid("E2M1") * scale, e4m3).all(), scale
@@ -150,20 +161,18 @@ def test_products_are_exact_in_bf16():
   scales survives BF16, in float64 and as the library decodes it."""
   scales = np.arange(127, dtype=np.uint8)
   codes = np.tile(np.arange(16, dtype=np.uint8), (127, 1))
-  exact = (
-      oracle.decode(codes, "E2M1") * oracle.decode(scales, "E4M3")[:, None]
-  )
+  exact = oracle.decode(codes, "E2M1") * oracle.decode(scales, "E4M3")[:, None]
   oracle.same_bits(oracle.round_bf16(exact).astype(np.float64), exact)
   q = fp4jax.BlockScaled(
-      codes=jnp.asarray(codes),
-      scales=jnp.asarray(scales[:, None]),
-      tensor_scale=jnp.float32(1),
-      format="nvfp4",
-      block=(1, 16),
-      shape=(127, 16),
-      axis=-1,
-      dtype=jnp.float32,
-      packed=False,
+    codes=jnp.asarray(codes),
+    scales=jnp.asarray(scales[:, None]),
+    tensor_scale=jnp.float32(1),
+    format="nvfp4",
+    block=(1, 16),
+    shape=(127, 16),
+    axis=-1,
+    dtype=jnp.float32,
+    packed=False,
   )
   decoded = q.decode()
   assert decoded.dtype == jnp.bfloat16
@@ -185,7 +194,7 @@ def test_a01_zeros():
   assert not np.asarray(dw, np.float32).any()
   assert (np.asarray(dx, np.float32) == 16).all()  # 16 terms of 1 * 1
   y, dx, dw = forward_and_gradients(
-      jnp.ones_like(x), w, jnp.zeros((4, 16), jnp.bfloat16)
+    jnp.ones_like(x), w, jnp.zeros((4, 16), jnp.bfloat16)
   )
   assert not np.asarray(dx, np.float32).any()
   assert not np.asarray(dw, np.float32).any()
@@ -258,7 +267,7 @@ def test_a11_powers_of_two_change_no_byte(operand):
     block = scales[40, largest[0] // rows, largest[1] // columns]
     assert oracle.decode(block, "E4M3") in np.atleast_1d(top)
   np.testing.assert_array_equal(
-      scales, np.broadcast_to(scales[0], scales.shape)
+    scales, np.broadcast_to(scales[0], scales.shape)
   )
 
 
@@ -293,8 +302,8 @@ def test_a17_non_finite_reaches_every_output(bad):
   dx and dw. What does not depend on it stays finite."""
   random = np.random.default_rng(0)
   arrays = [
-      random.standard_normal(s).astype(np.float32)
-      for s in ((48, 96), (96, 64), (48, 64))
+    random.standard_normal(s).astype(np.float32)
+    for s in ((48, 96), (96, 64), (48, 64))
   ]
   spoils = ({0, 2}, {0, 1}, {1, 2})
   for which, spoiled in enumerate(spoils):
@@ -316,7 +325,7 @@ def test_b03_empty_operands():
       assert q.codes.size == 0
       assert q.dequantize().shape == shape
   y, dx, dw = forward_and_gradients(
-      jnp.zeros((4, 0)), jnp.zeros((0, 8)), jnp.ones((4, 8))
+    jnp.zeros((4, 0)), jnp.zeros((0, 8)), jnp.ones((4, 8))
   )
   oracle.same_bits(y, np.zeros((4, 8), np.float32))
   assert dx.shape == (4, 0) and dw.shape == (0, 8)

@@ -1,0 +1,499 @@
+"""Policies: which site follows which recipe, and what is said when none does.
+
+Two kinds of checks. Names, globs and layers are plain Python, checked on the
+decisions of ``policy.resolve`` for made-up sites. What a decision means is
+checked on values: every site of a small model returns its own product, and a
+site is quantised if and only if that product differs from the plain one; a site
+left alone is equal bit for bit.
+"""
+
+import dataclasses
+import functools
+
+from flax import nnx
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp4jax
+from fp4jax import Gemm
+from fp4jax import Operand
+from fp4jax import policies
+from fp4jax import Policy
+from fp4jax import policy as policy_lib
+from fp4jax import Recipe
+from fp4jax import recipes
+from fp4jax import Rule
+
+RNE = recipes.fp8("fp8_e4m3")  # No key, and the cheapest to compile.
+OTHER = recipes.mxfp8()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stub:
+  """What ``resolve`` reads of a site."""
+
+  paths: tuple[str, ...]
+  positions: int = 1
+
+  @property
+  def scanned(self):
+    return self.positions > 1
+
+
+def site(path, positions=1):
+  return Stub((path,), positions)
+
+
+def unrolled(*names, count=6):
+  return [site(n.format(i)) for i in range(count) for n in names]
+
+
+def left_alone(rules, sites, default=RNE, **kwargs):
+  """{path: layers} that the policy leaves as written."""
+  policy = Policy(rules=tuple(rules), default=default)
+  decisions = policy_lib.resolve(policy, sites, **kwargs)
+  found = {}
+  for one, per in zip(sites, decisions, strict=True):
+    layers = [i for i, d in enumerate(per) if not d.recipe.quantises]
+    if layers:
+      found[one.paths[0]] = layers if one.scanned else True
+  return found
+
+
+# Globs
+
+
+@pytest.mark.parametrize(
+    "glob, path, expected",
+    [
+        ("**/up/**", "params/mlp/up/kernel", True),
+        ("**/up/**", "up/kernel", True),
+        ("**/up/**", "params/mlp/up", True),
+        ("**/up/**", "params/upper/kernel", False),
+        ("**/up", "params/up/kernel", False),
+        ("**", "a", True),
+        ("**", "a/b/c", True),
+        ("*", "a", True),
+        ("*", "a/b", False),
+        ("a/*/c", "a/b/c", True),
+        ("a/*/c", "a/b/b/c", False),
+        ("a/**/c", "a/c", True),
+        ("a/**/c", "a/b/b/c", True),
+        ("blocks_[0-2]/*", "blocks_1/w", True),
+        ("blocks_[0-2]/*", "blocks_3/w", False),
+        ("blocks_?/*", "blocks_3/w", True),
+        ("blocks_?/*", "blocks_33/w", False),
+        ("*/w.1", "a/wx1", False),
+        ("*head*/**", "lm_head/kernel", True),
+    ],
+)
+def test_globs(glob, path, expected):
+  assert bool(policy_lib.matches(glob, path)) == expected
+
+
+def test_layer_captures_an_integer():
+  match = policy_lib.matches("**/b_{layer}/**", "params/b_12/up/kernel")
+  assert match["layer"] == "12"
+  assert policy_lib.matches("**/b_{layer}/**", "params/b_x/up/kernel") is None
+
+
+# Layers
+
+
+SIX = unrolled("params/b_{}/w")
+
+
+@pytest.mark.parametrize(
+    "layers, expected",
+    [
+        (3, [3]),
+        (-1, [5]),
+        (slice(0, 2), [0, 1]),
+        (slice(-2, None), [4, 5]),
+        (slice(None, None, 2), [0, 2, 4]),
+        ({1, -1}, [1, 5]),
+        ([0, 3], [0, 3]),
+        (range(2, 4), [2, 3]),
+        (slice(-0.15, None), [5]),
+        (slice(-0.5, None), [3, 4, 5]),
+        (slice(0.0, 0.34), [0, 1, 2]),
+        (None, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_layers_name_the_same_blocks_unrolled_and_scanned(layers, expected):
+  rule = lambda path: Rule(path=path, recipe=None, layers=layers)
+  head = site("params/head/w")
+  got = left_alone([rule("**/b_{layer}/**")], [*SIX, head])
+  assert got == {f"params/b_{i}/w": True for i in expected}
+  got = left_alone([rule("**/b/**")], [site("params/b/w", 6), head])
+  assert got == {"params/b/w": expected}
+
+
+def test_negative_layers_count_from_the_largest_index_of_the_pattern():
+  """A hybrid stack: attention in blocks 0, 2, 4, an MLP in 1, 3, 5."""
+  sites = [
+      site(f"b_{i}/{'mlp' if i % 2 else 'attn'}/w") for i in range(6)
+  ]
+  last = lambda path: left_alone([Rule(path=path, layers=-1, recipe=None)], sites)
+  assert last("b_{layer}/**") == {"b_5/mlp/w": True}
+  assert last("b_{layer}/attn/**") == {"b_4/attn/w": True}
+
+
+def test_a_list_inside_a_scan_counts_the_captured_index():
+  sites = [site("blocks/0/w", 3), site("blocks/1/w", 3)]
+  rule = Rule(path="blocks/{layer}/**", layers=1, recipe=None)
+  assert left_alone([rule], sites) == {"blocks/1/w": [0, 1, 2]}
+
+
+# Rules
+
+
+def recipes_of(policy, sites):
+  return [
+      [d.recipe.name for d in per] for per in policy_lib.resolve(policy, sites)
+  ]
+
+
+def test_the_first_rule_that_matches_wins():
+  sites = [site("a/up/w"), site("a/down/w"), site("b/w")]
+  first = Rule(path="**/up/**", recipe=OTHER)
+  second = Rule(path="a/**", recipe=None)
+  policy = Policy(rules=(first, second), default=RNE)
+  assert recipes_of(policy, sites) == [["mxfp8"], ["bf16"], ["fp8"]]
+  # The other order: the first rule covers all of the second.
+  policy = Policy(rules=(second, first), default=RNE)
+  assert recipes_of(policy, sites) == [["bf16"], ["bf16"], ["fp8"]]
+
+
+def test_any_glob_of_a_tuple_and_any_parameter_of_a_site_matches():
+  sites = [Stub(("lora/a", "lora/b")), site("c")]
+  rule = Rule(path=("x", "*/b"), recipe=None, layers=None)
+  assert list(left_alone([rule], sites)) == ["lora/a"]
+
+
+def test_gemms_restrict_a_rule_and_leave_the_rest_to_later_rules():
+  rules = (
+      Rule(path="**", gemms=("wgrad",), recipe=None),
+      Rule(path="a/**", gemms=("wgrad", "dgrad"), recipe=OTHER),
+  )
+  policy = Policy(rules=rules, default=RNE)
+  (a,), (b,) = policy_lib.resolve(policy, [site("a/w"), site("b/w")])
+  assert a.recipe.wgrad is None and b.recipe.wgrad is None
+  assert a.recipe.dgrad == OTHER.dgrad and b.recipe.dgrad == RNE.dgrad
+  assert a.recipe.fprop == RNE.fprop and b.recipe.fprop == RNE.fprop
+  assert "wgrad" in a.reasons[2] and a.reasons[0] == "default"
+
+
+def test_no_default_leaves_alone_what_no_rule_names():
+  policy = Policy(rules=(Rule(path="a/**", recipe=RNE),))
+  assert recipes_of(policy, [site("a/w"), site("b/w")]) == [["fp8"], ["bf16"]]
+
+
+# Values
+
+
+def one_each(params, x):
+  """Every parameter's own product, at its own path."""
+  return jax.tree.map(lambda w: x @ w, params)
+
+
+def scanned(params, x):
+  """The same with the blocks scanned, one product a layer."""
+  outs = {k: x @ v for k, v in params.items() if k != "blocks"}
+  body = lambda _, w: (None, one_each(w, x))
+  outs["blocks"] = lax.scan(body, None, params["blocks"])[1]
+  return outs
+
+
+def weights(*lead):
+  rng = np.random.default_rng(0)
+  return jnp.asarray(rng.standard_normal((*lead, 16, 8)), jnp.float32)
+
+
+def quantised_paths(policy, params, model=one_each):
+  """Paths (and layers of stacks) whose product is not the plain one's bits."""
+  x = weights().T
+  got = jax.jit(fp4jax.quantize(model, policy))(params, x)
+  plain = jax.jit(model)(params, x)
+  found = {}
+  pairs = jax.tree_util.tree_flatten_with_path(got)[0]
+  for (path, a), b in zip(pairs, jax.tree.leaves(plain), strict=True):
+    name = "/".join(str(getattr(p, "key", getattr(p, "idx", p))) for p in path)
+    if a.ndim == 3:
+      found[name] = [i for i in range(len(a)) if (a[i] != b[i]).any()]
+    else:
+      found[name] = bool((a != b).any())
+  return found
+
+
+def test_nemotron_on_an_unrolled_model():
+  params = {
+      **{f"blocks_{i}": {"up": {"kernel": weights()}} for i in range(12)},
+      "lm_head": {"kernel": weights()},
+      "embed": weights(),
+  }
+  got = quantised_paths(policies.nemotron(2, 8, recipe=RNE), params)
+  assert [k for k, v in got.items() if v] == [
+      "blocks_2/up/kernel",
+      "blocks_3/up/kernel",
+  ]
+
+
+def test_nemotron_and_last_fraction_on_a_scanned_model():
+  params = {"blocks": {"up": weights(12)}, "head": weights()}
+  got = quantised_paths(policies.nemotron(2, 8, recipe=RNE), params, scanned)
+  assert got == {"blocks/up": [2, 3], "head": False}
+  # 15 % of 12 is 1.8, rounded up: two.
+  got = quantised_paths(policies.last_fraction(0.15, recipe=RNE), params, scanned)
+  assert got == {"blocks/up": list(range(10)), "head": False}
+
+
+def test_nemotron_on_nnx_names():
+  """layers/0/attn/query/kernel: a list of modules, no names but the paths."""
+
+  class Block(nnx.Module):
+    def __init__(self, rngs):
+      self.up = nnx.Linear(16, 8, use_bias=False, rngs=rngs)
+
+  class Model(nnx.Module):
+    def __init__(self, rngs):
+      self.layers = nnx.List([Block(rngs) for _ in range(5)])
+      self.lm_head = nnx.Linear(16, 8, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+      return [b.up(x) for b in self.layers], self.lm_head(x)
+
+  model, x = Model(nnx.Rngs(0)), weights().T
+  policy = policies.nemotron(1, 2, recipe=RNE)
+  outs, head = fp4jax.quantize(lambda m, x: m(x), policy)(model, x)
+  plain, plain_head = model(x)
+  changed = [bool((a != b).any()) for a, b in zip(outs, plain, strict=True)]
+  assert changed == [False, True, True, False, False]
+  np.testing.assert_array_equal(head, plain_head)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "params/blocks_{}/attn/query/kernel",
+        "params/layers_{}/mlp/up/kernel",
+        "params/transformer/h_{}/mlp/c_fc/kernel",
+        "params/encoderblock_{}/Dense_0/kernel",
+        "layers/{}/mlp/up/kernel",
+        "model/blocks/{}/w",
+        "h/{}/attn/kernel",
+        "params/TransformerBlock_{}/Dense_0/kernel",
+    ],
+)
+def test_presets_know_usual_names_of_blocks(names):
+  head = site("params/lm_head/kernel")
+  sites = [*unrolled(names, count=5), head]
+  policy = policies.nemotron(1, 1, recipe=RNE)
+  got = [per[0].recipe.quantises for per in policy_lib.resolve(policy, sites)]
+  assert got == [False, True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["params/blocks/up/kernel", "params/layers/up/kernel", "params/h/c_fc/w"],
+)
+def test_presets_know_usual_names_of_stacks(name):
+  policy = policies.nemotron(1, 2, recipe=RNE)
+  (per,) = policy_lib.resolve(policy, [site(name, 6)])
+  assert [d.recipe.quantises for d in per] == [0, 1, 1, 1, 0, 0]
+
+
+def test_presets_have_defaults_and_check_their_arguments():
+  assert policies.all_linear().default == recipes.nvfp4()
+  assert policies.nemotron().default == recipes.nvfp4()
+  assert not policies.bf16().quantises
+  with pytest.raises(ValueError, match="first=-1.*0 or more"):
+    policies.nemotron(first=-1)
+  for bad in (1.0, -0.1):
+    with pytest.raises(ValueError, match="at least 0, below 1"):
+      policies.last_fraction(bad)
+
+
+def test_gemms_rules_change_that_gemm_alone():
+  """Each of y, dx, dw: the plain bits where its GEMM is left alone."""
+
+  def three(f):
+    def run(w, x, g):
+      y, vjp = jax.vjp(f, w, x)
+      dw, dx = vjp(g)
+      return y, dx, dw
+
+    return jax.jit(run)(weights(), weights().T, g)
+
+  g = weights()[:8, :8]
+  model = lambda w, x: x @ w
+  plain = three(model)
+  for i, gemm in enumerate(recipes.GEMMS):
+    policy = Policy(rules=(Rule(path="**", gemms=(gemm,), recipe=RNE),))
+    got = three(fp4jax.quantize(model, policy))
+    changed = [bool((a != b).any()) for a, b in zip(got, plain, strict=True)]
+    assert changed == [j == i for j in range(3)], gemm
+
+
+def test_a_site_at_the_root_has_the_empty_path_and_a_policy_reaches_it():
+  x, w = weights().T, weights()
+  policy = Policy(rules=(Rule(path="**", recipe=RNE),))
+  got = fp4jax.quantize(lambda w, x: x @ w, policy)(w, x)
+  assert (got != x @ w).any()
+
+
+# What does not fit
+
+
+def test_j01_an_unused_rule_names_its_pattern_and_real_layers():
+  sites = unrolled("params/blocks_{}/ffn/up/kernel", "params/b_{}/attn/q")
+  rule = Rule(path="**/mlp/typo/**", recipe=None)
+  with pytest.raises(fp4jax.PolicyError) as error:
+    left_alone([rule], sites)
+  text = str(error.value)
+  assert "**/mlp/typo/**" in text and "optional=True" in text
+  assert any(s.paths[0] in text for s in sites)
+  # The nearest names come first.
+  with pytest.raises(fp4jax.PolicyError, match="params/blocks_0/ffn/up/kernel"):
+    left_alone([Rule(path="**/fnn/**", recipe=None)], sites)
+
+
+def test_j01_through_quantize():
+  params = {"ffn": {"kernel": weights()}}
+  policy = Policy(rules=(Rule(path="**/mlp/**", recipe=None),), default=RNE)
+  with pytest.raises(fp4jax.PolicyError, match=r"\*\*/mlp/\*\*.*ffn/kernel"):
+    fp4jax.quantize(one_each, policy)(params, weights().T)
+  optional = dataclasses.replace(policy.rules[0], optional=True)
+  got = quantised_paths(dataclasses.replace(policy, rules=(optional,)), params)
+  assert got == {"ffn/kernel": True}
+
+
+def test_unused_layers_say_which_there_are():
+  rule = Rule(path="**/b_{layer}/**", layers=9, recipe=None)
+  with pytest.raises(fp4jax.PolicyError, match="layers 0 to 5.*layers="):
+    left_alone([rule], SIX)
+
+
+def test_layers_without_an_index_explain_the_two_ways():
+  rule = Rule(path="**/w", layers=0, recipe=None)
+  with pytest.raises(fp4jax.PolicyError, match=r"\{layer\}.*scan"):
+    left_alone([rule], [site("params/w")])
+
+
+def test_a_policy_that_quantises_nothing_says_why():
+  rule = Rule(path="**", recipe=None)
+  with pytest.raises(fp4jax.PolicyError, match=r"quantises nothing.*params/b_0"):
+    left_alone([rule], SIX)
+  with pytest.raises(fp4jax.PolicyError, match="first argument"):
+    left_alone([], [])
+  with pytest.raises(fp4jax.PolicyError, match="params_argnums"):
+    fp4jax.quantize(lambda p, x: x @ weights(), policies.all_linear())(
+        {}, weights().T
+    )
+  # A policy that asks for nothing is no mistake.
+  assert left_alone([rule], SIX, default=None)
+
+
+def test_a_rule_for_parameters_that_no_gemm_reads_is_no_mistake():
+  rule = Rule(path="**/embed/**", recipe=None)
+  assert not left_alone([rule], SIX, parameters=["params/embed/table"])
+  with pytest.raises(fp4jax.PolicyError, match="embed"):
+    left_alone([dataclasses.replace(rule, recipe=RNE)], SIX,
+               parameters=["params/embed/table"])
+  table, w = weights().T, weights()
+  model = lambda p, i: p["embed"]["table"][i] @ p["w"]
+  policy = Policy(rules=(Rule(path="embed/**", recipe=None),), default=RNE)
+  params = {"embed": {"table": table}, "w": w}
+  ids = jnp.array([0, 3, 1])
+  got = fp4jax.quantize(model, policy)(params, ids)
+  assert (got != model(params, ids)).any()
+
+
+# Plain data
+
+
+def test_c13_equal_policies_share_one_trace():
+  """Policies are static arguments: two equal ones, one trace; a changed, two."""
+  traces = []
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def step(policy, w, x):
+    traces.append(policy)
+    return fp4jax.quantize(lambda w, x: x @ w, policy)(w, x)
+
+  w, x = weights(), weights().T
+  make = lambda last: policies.nemotron(0, last, recipe=RNE, blocks="a/{layer}")
+  build = lambda **kwargs: Policy(
+      rules=(
+          Rule(
+              path=["a/**", "b"], layers=slice(0, 2), recipe=None, optional=True
+          ),
+      ),
+      default=dataclasses.replace(RNE, **kwargs),
+  )
+  assert build() == build() and hash(build()) == hash(build())
+  assert make(1) == make(1) and hash(make(1)) == hash(make(1))
+  assert make(1) != make(2)
+  step(build(), w, x)
+  step(build(), w, x)
+  assert len(traces) == 1
+  other = build(wgrad=None)
+  assert other != build()
+  step(other, w, x)
+  assert len(traces) == 2
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "fp8", "bf16"])
+def test_recipes_are_values(name):
+  make = getattr(recipes, name)
+  assert make() == make() and hash(make()) == hash(make())
+  text = repr(make())
+  scope = {"Recipe": Recipe, "Gemm": Gemm, "Operand": Operand, "Rht": fp4jax.Rht}
+  assert eval(text, scope) == make()  # noqa: S307
+
+
+def test_policies_print_and_are_rebuilt_from_their_print():
+  policy = policies.nemotron(2, 8)
+  scope = {
+      "Policy": Policy,
+      "Rule": Rule,
+      "Recipe": Recipe,
+      "Gemm": Gemm,
+      "Operand": Operand,
+      "Rht": fp4jax.Rht,
+  }
+  assert eval(repr(policy), scope) == policy  # noqa: S307
+  text = str(Rule(path="a/**", layers=slice(-8, None), recipe=None))
+  assert text == '"a/**" layers=[-8:]'
+  assert "layers={0, 3}" in str(Rule(path="a", layers={3, 0}, recipe=None))
+  assert "gemms=wgrad" in str(Rule(path="a", gemms=["wgrad"], recipe=None))
+
+
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        (lambda: Rule(path="", recipe=None), r"Rule: path=''.*glob"),
+        (lambda: Rule(path=(), recipe=None), r"Rule: path=\(\).*glob"),
+        (lambda: Rule(path="a", recipe="nvfp4"), r"'nvfp4'.*recipes.nvfp4\(\)"),
+        (lambda: Rule(path="a", recipe=recipes.nvfp4), r"recipes.nvfp4\(\)"),
+        (lambda: Rule(path="a", recipe=None, layers="0"), "layers='0'; use"),
+        (lambda: Rule(path="a", recipe=None, layers=0.5), "layers=0.5; use"),
+        (lambda: Rule(path="a", recipe=None, gemms=("up",)), "fprop, dgrad"),
+        (lambda: Rule(path="a", recipe=None, gemms=()), "fprop, dgrad"),
+        (lambda: Policy(rules=("a",)), "'a' is no Rule; write Rule"),
+        (lambda: Policy(default="nvfp4"), r"'nvfp4'.*recipes.nvfp4\(\)"),
+        (lambda: Policy(default=policies.bf16()), "is no Recipe"),
+    ],
+)
+def test_invalid_fields_say_what_to_write(make, match):
+  with pytest.raises(ValueError, match=match):
+    make()
+
+
+def test_an_invalid_glob_is_named():
+  rule = Rule(path="a_{layer}/b_{layer}", recipe=None)
+  with pytest.raises(ValueError, match=r"a_\{layer\}.*no valid pattern"):
+    left_alone([rule], SIX)
