@@ -28,6 +28,10 @@ def _left_alone(path, name: str, **fields) -> Rule:
   return Rule(path=path, recipe=None, name=name, **fields)
 
 
+def _blocks(which: str, count: int) -> str:
+  return f"{which} block" if count == 1 else f"{which} {count} blocks"
+
+
 def all_linear(recipe: recipes.Recipe | None = None) -> Policy:
   """Every linear layer follows one recipe (default ``nvfp4``)."""
   return Policy(default=recipe or recipes.nvfp4())
@@ -68,10 +72,10 @@ def nemotron(
   rules = [_left_alone(heads, "embeddings and heads", optional=True)]
   if first:
     layers = slice(0, first)
-    rules.append(_left_alone(blocks, f"first {first} blocks", layers=layers))
+    rules.append(_left_alone(blocks, _blocks("first", first), layers=layers))
   if last:
     layers = slice(-last, None)
-    rules.append(_left_alone(blocks, f"last {last} blocks", layers=layers))
+    rules.append(_left_alone(blocks, _blocks("last", last), layers=layers))
   return Policy(rules=tuple(rules), default=recipe or recipes.nvfp4())
 
 

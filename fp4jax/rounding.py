@@ -16,6 +16,19 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _SITE_TAG = 0x66703464  # "fp4d": keeps site keys apart from element bits
 
 
+def _multiply(word, multiplier: int):
+  """The high and low 32 bits of uint32 products, by halves of 16 bits.
+
+  ``lax.mulhi`` does not pass through XLA's partitioner (JAX 0.11.2, 0.12.0.1).
+  """
+  low, high = word & 0xFFFF, word >> 16
+  m_low, m_high = jnp.uint32(multiplier & 0xFFFF), jnp.uint32(multiplier >> 16)
+  middle = high * m_low + (low * m_low >> 16)
+  cross = low * m_high + (middle & 0xFFFF)
+  top = high * m_high + (middle >> 16) + (cross >> 16)
+  return top, word * jnp.uint32(multiplier)
+
+
 def philox4x32(counter, key):
   """Philox4x32-10.
 
@@ -35,14 +48,10 @@ def philox4x32(counter, key):
   counter = jnp.broadcast_arrays(*(jnp.asarray(w, jnp.uint32) for w in counter))
   key = tuple(jnp.asarray(w, jnp.uint32) for w in key)
 
-  def multiply(word, multiplier):
-    wide = jnp.full_like(word, multiplier)
-    return lax.mulhi(word, wide), word * wide
-
   def one_round(_, state):
     (c0, c1, c2, c3), (k0, k1) = state
-    high0, low0 = multiply(c0, _MULTIPLIERS[0])
-    high1, low1 = multiply(c2, _MULTIPLIERS[1])
+    high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+    high1, low1 = _multiply(c2, _MULTIPLIERS[1])
     counter = (high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0)
     return counter, (k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1]))
 
