@@ -47,7 +47,7 @@ def model(layers: int, width: int) -> tuple[transformer.Transformer, dict]:
   return net, jax.eval_shape(net.init, jax.random.key(0), tokens)
 
 
-def train_step(apply: Callable, keyed: bool) -> Callable:
+def train_step(apply: Callable, keyed: bool):
   """A jitted train step, never compiled before."""
   optimizer = optax.adamw(1e-3)
 

@@ -1,0 +1,79 @@
+"""Every field of an experiment, with its meaning.
+
+A configuration starts from these and changes what it is about; a field that is
+not here does not exist. Every field is a flag too: ``--config.train.steps=10``.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+  """A small Transformer on the Python standard library's sources."""
+  config = ConfigDict()
+  # Initialisation, data order and stochastic rounding all follow from it.
+  config.seed = 0
+  # "none" is the model as written, without fp4jax; then "bf16", "nvfp4",
+  # "nvfp4_fp8_exact", "fp8", "mxfp8", "mxfp4".
+  config.recipe = "nvfp4"
+
+  # Which layers follow the recipe; each policy reads the fields it names.
+  config.policy = ConfigDict()
+  config.policy.name = "nemotron"  # or "all_linear", "last_fraction", "bf16"
+  config.policy.first = 1  # nemotron: blocks left in BF16 at the beginning
+  config.policy.last = 1  # nemotron: and at the end
+  config.policy.fraction = 0.15  # last_fraction: of the blocks, rounded up
+
+  config.model = ConfigDict()
+  config.model.layers = 6
+  config.model.d = 128
+  config.model.heads = 4
+  config.model.kv_heads = 2
+  config.model.ffn = 512
+  config.model.activation = "relu2"  # or "swiglu"
+  config.model.qk_norm = True
+  config.model.rope_base = 10_000.0
+  config.model.scan = False  # one scanned stack `blocks`, not blocks_0, ...
+  config.model.remat = False  # recompute each block in the backward pass
+  config.model.dtype = "bfloat16"  # of the arithmetic; parameters are float32
+  config.model.attention = "xla"  # or "cudnn", on a GPU
+
+  config.data = ConfigDict()
+  config.data.path = ""  # file or folder; "" is Python's standard library
+  config.data.max_bytes = 16_000_000
+  config.data.vocab = 1024
+  config.data.sequence = 128
+  config.data.validation_fraction = 0.05
+  config.data.cache = ""  # of tokens; "" is a folder in the workdir
+
+  config.optimizer = ConfigDict()
+  config.optimizer.schedule = "cosine"  # or "wsd"
+  config.optimizer.peak_lr = 1e-3
+  config.optimizer.final_lr_fraction = 0.1
+  config.optimizer.warmup_fraction = 0.1  # of the steps
+  config.optimizer.decay_fraction = 0.2  # of the steps, at the end; wsd only
+  config.optimizer.b1 = 0.9
+  config.optimizer.b2 = 0.95
+  config.optimizer.eps = 1e-8
+  config.optimizer.weight_decay = 0.1  # of kernels and embeddings
+  config.optimizer.clip = 1.0  # global norm of the gradient
+
+  config.train = ConfigDict()
+  config.train.steps = 300
+  config.train.batch = 16  # sequences a step, all micro-batches together
+  config.train.accumulate = 1  # micro-batches a step
+  config.train.log_every = 10
+  config.train.eval_every = 100
+  config.train.eval_batches = 16
+  config.train.checkpoint_every = 100
+  config.train.keep = 2  # checkpoints
+  config.train.max_skips = 10  # consecutive non-finite steps before it stops
+
+  config.sample = ConfigDict()
+  config.sample.prompt = "def "
+  config.sample.length = 64  # tokens, prompt included
+  config.sample.temperature = 0.8
+
+  # What experiments.compare trains; gaps are relative to the first.
+  config.compare = ConfigDict()
+  config.compare.recipes = ("bf16", "nvfp4")
+  return config.lock()

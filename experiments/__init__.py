@@ -1,0 +1,1 @@
+"""Experiments: training and comparing recipes on real text."""

@@ -1,0 +1,118 @@
+"""Trains one model under several recipes, and reports how they differ.
+
+python -m experiments.compare --config=configs/quickstart.py --workdir=DIR
+
+Model, data, order, initialisation and schedule are the same in all runs. The
+same command continues where it was interrupted; finished runs are not repeated.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+import shlex
+import sys
+import time
+
+from ml_collections import ConfigDict
+
+from experiments import cli
+from experiments import config as config_lib
+from experiments import errors
+from experiments import metrics
+from experiments import report
+from experiments import train
+
+
+def run(
+  config: ConfigDict, workdir: str | Path, arguments: Sequence[str] = ()
+) -> report.Comparison:
+  """Trains under each of ``config.compare.recipes`` and writes the report.
+
+  Args:
+    config: of ``configs/``; ``config.recipe`` is not read.
+    workdir: a folder, new or of this very comparison.
+    arguments: of the command line, for the report.
+
+  Returns:
+    What the report shows; it is in ``workdir/report.html``.
+
+  Raises:
+    UserError: as ``train.run``, before any run has started.
+  """
+  began, workdir = time.perf_counter(), Path(workdir)
+  recipes = tuple(config.compare.recipes)
+  if not recipes or len(set(recipes)) < len(recipes):
+    raise errors.UserError(
+      f"config.compare.recipes={recipes}; needed recipes, each once."
+    )
+  configs = {name: _with_recipe(config, name, workdir) for name in recipes}
+  for name in recipes:
+    # Whatever is wrong with the last run is said before the first one starts.
+    config_lib.check_workdir(configs[name], _folder(workdir, name))
+    _ = train.make_experiment(configs[name]).coverage
+  if (workdir / "config.json").exists():
+    raise errors.UserError(
+      f"--workdir={workdir} holds a single run; give another --workdir."
+    )
+  runs = []
+  for name in recipes:
+    result = train.run(configs[name], _folder(workdir, name))
+    records = metrics.read(_folder(workdir, name) / "metrics.jsonl")
+    runs.append(report.Run(result=result, records=records))
+  comparison = report.Comparison(
+    runs=tuple(runs),
+    config=config_lib.identity(config),
+    commands=_commands(arguments, workdir, recipes),
+    versions=config_lib.versions(),
+    seconds=time.perf_counter() - began,
+  )
+  report.write(comparison, workdir)
+  return comparison
+
+
+def _folder(workdir: Path, recipe: str) -> Path:
+  return workdir / "runs" / recipe
+
+
+def _with_recipe(config: ConfigDict, recipe: str, workdir: Path) -> ConfigDict:
+  config = config.copy_and_resolve_references()
+  config.recipe = recipe
+  config.data.cache = config.data.cache or str(workdir / "data")
+  return config
+
+
+def _commands(
+  arguments: Sequence[str], workdir: Path, recipes: Sequence[str]
+) -> tuple[str, ...]:
+  """This comparison's command, and the command of each of its runs alone."""
+  if not arguments:
+    return ()
+  commands = ["python -m experiments.compare " + shlex.join(arguments)]
+  shared = _without_workdir(arguments)
+  for recipe in recipes:
+    alone = f"--config.recipe={recipe}", f"--workdir={workdir}-{recipe}"
+    alone_command = shlex.join([*shared, *alone])
+    commands.append(f"python -m experiments.train {alone_command}")
+  return tuple(commands)
+
+
+def _without_workdir(arguments: Sequence[str]) -> list[str]:
+  kept, skip = [], False
+  for argument in arguments:
+    if skip:
+      skip = False
+    elif argument in ("--workdir", "-workdir"):
+      skip = True
+    elif not argument.lstrip("-").startswith("workdir="):
+      kept.append(argument)
+  return kept
+
+
+def command(config: ConfigDict, workdir: Path) -> None:
+  """Compares, and prints what came out."""
+  comparison = run(config, workdir, sys.argv[1:])
+  print(report.summary(comparison))
+  print(f"report: {(workdir / 'report.html').absolute()}")
+
+
+if __name__ == "__main__":
+  cli.main(command)

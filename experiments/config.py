@@ -1,0 +1,204 @@
+"""Checks a configuration, and keeps a workdir to one experiment."""
+
+from importlib import metadata
+import json
+from pathlib import Path
+
+import jax
+from ml_collections import ConfigDict
+
+from configs import base
+from experiments import errors
+from experiments import files
+
+_PACKAGES = (
+  "fp4jax",
+  "jax",
+  "jaxlib",
+  "flax",
+  "optax",
+  "orbax-checkpoint",
+  "grain",
+  "tokenizers",
+  "numpy",
+)
+
+_POSITIVE = (
+  "model.layers",
+  "model.d",
+  "model.heads",
+  "model.kv_heads",
+  "model.ffn",
+  "data.max_bytes",
+  "data.sequence",
+  "optimizer.peak_lr",
+  "optimizer.clip",
+  "train.steps",
+  "train.batch",
+  "train.accumulate",
+  "train.log_every",
+  "train.eval_every",
+  "train.eval_batches",
+  "train.checkpoint_every",
+  "train.keep",
+  "train.max_skips",
+  "sample.length",
+  "sample.temperature",
+)
+_CHOICES = {
+  "model.activation": ("relu2", "swiglu"),
+  "model.attention": ("xla", "cudnn"),
+  "model.dtype": ("bfloat16", "float32"),
+  "optimizer.schedule": ("cosine", "wsd"),
+}
+_FRACTIONS = (
+  "data.validation_fraction",
+  "optimizer.final_lr_fraction",
+  "optimizer.warmup_fraction",
+  "optimizer.decay_fraction",
+)
+_MULTIPLES = (
+  ("model.d", "model.heads"),
+  ("model.heads", "model.kv_heads"),
+  ("train.batch", "train.accumulate"),
+)
+# 256 bytes, and the mark between documents.
+SMALLEST_VOCABULARY = 257
+
+
+def field_names(config: ConfigDict, prefix: str = "") -> list[str]:
+  """Dotted names of all fields."""
+  names = []
+  for name, value in config.items():
+    if isinstance(value, ConfigDict):
+      names += field_names(value, f"{prefix}{name}.")
+    else:
+      names.append(prefix + name)
+  return names
+
+
+def check(config: ConfigDict) -> None:
+  """Raises ``UserError`` for a configuration that cannot be meant."""
+  known, got = field_names(base.get_config()), field_names(config)
+  for name in got:
+    if name not in known:
+      raise errors.UserError(
+        f"config.{name} is no field; remove it (configs/base.py lists all)."
+      )
+  for name in known:
+    if name not in got:
+      raise errors.UserError(
+        f"config.{name} is missing; start from configs.base.get_config()."
+      )
+  value = _lookup(config)
+  for name in _POSITIVE:
+    if not value(name) > 0:
+      raise errors.UserError(
+        f"config.{name}={value(name)!r}; needed more than 0."
+      )
+  for name in _FRACTIONS:
+    if not 0 <= value(name) < 1:
+      raise errors.UserError(
+        f"config.{name}={value(name)!r}; needed at least 0 and below 1."
+      )
+  for name, choices in _CHOICES.items():
+    if value(name) not in choices:
+      raise errors.UserError(
+        f"config.{name}={value(name)!r}; needed one of {', '.join(choices)}."
+      )
+  for name, divisor in _MULTIPLES:
+    if value(name) % value(divisor):
+      raise errors.UserError(
+        f"config.{name}={value(name)} is no multiple of"
+        f" config.{divisor}={value(divisor)}; change one of them."
+      )
+  if config.model.d // config.model.heads % 2:
+    raise errors.UserError(
+      f"config.model.d={config.model.d} gives {config.model.heads} heads an"
+      " odd size, which RoPE cannot rotate; change one of them."
+    )
+  if not config.data.validation_fraction:
+    raise errors.UserError(
+      "config.data.validation_fraction=0.0 leaves no text to validate on;"
+      " needed more than 0, as 0.05."
+    )
+  if config.data.vocab < SMALLEST_VOCABULARY:
+    raise errors.UserError(
+      f"config.data.vocab={config.data.vocab} is too small; needed at least"
+      f" {SMALLEST_VOCABULARY}: 256 bytes and the mark between documents."
+    )
+  if not 0 <= config.seed < 2**32:
+    raise errors.UserError(
+      f"config.seed={config.seed}; needed at least 0 and below 2**32."
+    )
+
+
+def _lookup(config: ConfigDict):
+  def value(name):
+    found = config
+    for part in name.split("."):
+      found = found[part]
+    return found
+
+  return value
+
+
+def identity(config: ConfigDict) -> dict:
+  """What makes two runs the same experiment, as JSON reads it back."""
+  plain = config.to_dict()
+  del plain["compare"]
+  del plain["data"]["cache"]
+  return json.loads(json.dumps(plain))
+
+
+def versions() -> dict[str, str]:
+  """Versions of what computes, and the device it computes on."""
+  found = {name: metadata.version(name) for name in _PACKAGES}
+  device = jax.devices()[0]
+  return found | {"device": f"{jax.device_count()} x {device.device_kind}"}
+
+
+def check_workdir(config: ConfigDict, workdir: Path) -> None:
+  """Raises ``UserError`` if ``workdir`` holds another experiment.
+
+  Args:
+    config: this experiment.
+    workdir: its folder, which need not exist.
+  """
+  if workdir.exists() and not workdir.is_dir():
+    raise errors.UserError(
+      f"--workdir={workdir} is a file; give a folder, new or of this"
+      " experiment."
+    )
+  path = workdir / "config.json"
+  if not path.exists():
+    return
+  there = ConfigDict(json.loads(path.read_text())["config"])
+  here = ConfigDict(identity(config))
+  if there == here:
+    return
+  old, new = _lookup(there), _lookup(here)
+  names = sorted({*field_names(there), *field_names(here)})
+  differing = [n for n in names if _get(old, n) != _get(new, n)]
+  first = differing[0]
+  raise errors.UserError(
+    f"--workdir={workdir} holds another experiment: its config.{first} is"
+    f" {_get(old, first)!r}, not {_get(new, first)!r}"
+    + (f" (and {len(differing) - 1} more differ)" * (len(differing) > 1))
+    + "; give another --workdir, or the configuration of this one."
+  )
+
+
+def _get(value, name):
+  try:
+    return value(name)
+  except KeyError:
+    return None
+
+
+def save(config: ConfigDict, workdir: Path) -> None:
+  """Writes ``config.json``, unless it is there."""
+  path = workdir / "config.json"
+  if not path.exists():
+    content = {"config": identity(config), "versions": versions()}
+    files.write(path, json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,82 @@
+"""From a configuration to a policy, and from a model to a quantised one."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import linen as nn
+from ml_collections import ConfigDict
+
+from experiments import errors
+import fp4jax
+
+NONE = "none"
+"""The recipe of a model that fp4jax never touches."""
+
+RECIPES = {
+  "bf16": fp4jax.recipes.bf16,
+  "nvfp4": fp4jax.recipes.nvfp4,
+  "nvfp4_fp8_exact": fp4jax.recipes.nvfp4_fp8_exact,
+  "fp8": fp4jax.recipes.fp8,
+  "mxfp8": fp4jax.recipes.mxfp8,
+  "mxfp4": fp4jax.recipes.mxfp4,
+}
+
+POLICIES = {
+  "nemotron": lambda recipe, policy: fp4jax.policies.nemotron(
+    first=policy.first, last=policy.last, recipe=recipe
+  ),
+  "all_linear": lambda recipe, policy: fp4jax.policies.all_linear(
+    recipe=recipe
+  ),
+  "last_fraction": lambda recipe, policy: fp4jax.policies.last_fraction(
+    policy.fraction, recipe=recipe
+  ),
+  "bf16": lambda recipe, policy: fp4jax.policies.bf16(),
+}
+
+
+def check(config: ConfigDict) -> None:
+  """Raises ``UserError`` for a recipe or a policy that does not exist."""
+  if config.recipe not in (NONE, *RECIPES):
+    raise errors.UserError(
+      f"config.recipe={config.recipe!r}; needed one of"
+      f" {', '.join((NONE, *RECIPES))}."
+    )
+  if config.policy.name not in POLICIES:
+    raise errors.UserError(
+      f"config.policy.name={config.policy.name!r}; needed one of"
+      f" {', '.join(POLICIES)}."
+    )
+
+
+def make_policy(config: ConfigDict) -> fp4jax.Policy | None:
+  """The policy of a configuration; None leaves the model untransformed."""
+  check(config)
+  if config.recipe == NONE:
+    return None
+  recipe = RECIPES[config.recipe]()
+  try:
+    return POLICIES[config.policy.name](recipe, config.policy)
+  except ValueError as error:
+    raise errors.UserError(f"config.policy: {error}") from error
+
+
+def quantised(model: nn.Module, config: ConfigDict) -> Callable:
+  """``model.apply`` under the configuration's policy.
+
+  Returns:
+    f(variables, tokens, fp4_key=None) → logits, for every recipe alike.
+  """
+  policy = make_policy(config)
+  if policy is None:
+    return lambda variables, tokens, fp4_key=None: model.apply(
+      variables, tokens
+    )
+  return fp4jax.quantize(model.apply, policy)
+
+
+def coverage(apply: Any, config: ConfigDict, params, tokens) -> str:
+  """The table of what ``apply`` quantises, or why there is none."""
+  if config.recipe == NONE:
+    return "recipe none: the model as written, without fp4jax"
+  return str(fp4jax.coverage(apply, {"params": params}, tokens))

@@ -1,0 +1,299 @@
+"""The report of a comparison: HTML without links, PNG plots, JSON."""
+
+import base64
+from collections.abc import Sequence
+import dataclasses
+import html
+import io
+import json
+from pathlib import Path
+import string
+
+from matplotlib import figure
+import numpy as np
+
+from experiments import files
+from experiments import train
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """One finished run and the records of its ``metrics.jsonl``."""
+
+  result: train.Result
+  records: list[dict]
+
+  def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of one metric; NaN where a value was not finite."""
+    found = [(r["step"], r[name]) for r in self.records if name in r]
+    steps, values = zip(*found, strict=True)
+    return np.array(steps), np.array(values, float)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+  """Runs that differ in their recipe only; the first is the baseline.
+
+  Attributes:
+    runs: at least one.
+    config: what they share.
+    commands: that reproduce the comparison, and each run alone.
+    versions: of packages, and the device.
+    seconds: that the comparison took, finished runs not repeated.
+  """
+
+  runs: tuple[Run, ...]
+  config: dict
+  commands: tuple[str, ...]
+  versions: dict[str, str]
+  seconds: float
+
+  @property
+  def baseline(self) -> Run:
+    """The run that gaps are relative to."""
+    return self.runs[0]
+
+  def gap(self, run: Run) -> float:
+    """Validation loss above the baseline's, in percent."""
+    loss = self.baseline.result.validation_loss
+    return 100 * (run.result.validation_loss / loss - 1)
+
+
+def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
+  rows: list[tuple[str, ...]] = [
+    (
+      "recipe",
+      "validation loss",
+      "gap %",
+      "tokens/s",
+      "residuals MB",
+      "skipped steps",
+      "compile s",
+      "seconds",
+    )
+  ]
+  for run in comparison.runs:
+    result = run.result
+    rows.append(
+      (
+        result.recipe,
+        f"{result.validation_loss:.4f}",
+        f"{comparison.gap(run):+.2f}",
+        f"{result.tokens_per_second:,.0f}",
+        f"{sum(result.residual_bytes.values()) / 1e6:.2f}",
+        str(result.skipped_steps),
+        f"{result.compile_seconds:.1f}",
+        f"{result.seconds:.0f}",
+      )
+    )
+  return rows
+
+
+def _facts(comparison: Comparison) -> str:
+  result = comparison.baseline.result
+  return (
+    f"{result.parameters:,} parameters, {result.steps} steps,"
+    f" {result.tokens:,} tokens; unigram entropy of the training tokens"
+    f" {result.unigram_entropy:.4f} nats; gaps relative to"
+    f" {result.recipe}; one seed ({comparison.config['seed']});"
+    f" {comparison.versions['device']}; {comparison.seconds:.0f} s"
+  )
+
+
+def summary(comparison: Comparison) -> str:
+  """The outcome as plain text."""
+  rows = _rows(comparison)
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = [
+    "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True))
+    for row in rows
+  ]
+  last = comparison.runs[-1].result
+  return "\n".join(
+    [
+      f"\ncoverage of {last.recipe}:",
+      last.coverage,
+      f"\nsample of {last.recipe}:",
+      last.sample,
+      "",
+      *lines,
+      _facts(comparison),
+    ]
+  )
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+  """Mean of the last ``window`` values that are finite.
+
+  >>> smooth(np.array([1.0, 3.0, np.nan, 5.0]), 2).tolist()
+  [1.0, 2.0, 3.0, 5.0]
+  """
+  finite = np.isfinite(values)
+  total = np.cumsum(np.where(finite, values, 0.0))
+  count = np.cumsum(finite)
+  before = np.arange(len(values)) - window
+  earlier = lambda x: np.where(before >= 0, x[before], 0)
+  with np.errstate(invalid="ignore"):
+    return (total - earlier(total)) / (count - earlier(count))
+
+
+def plots(comparison: Comparison) -> dict[str, figure.Figure]:
+  """The figures, by name."""
+  return {
+    "loss": _loss(comparison),
+    "gap": _gap(comparison),
+    "memory": _memory(comparison.runs),
+    "speed": _speed(comparison.runs),
+  }
+
+
+def _axes(title: str, x: str, y: str):
+  new = figure.Figure(figsize=(7, 4), layout="constrained")
+  axes = new.add_subplot(title=title, xlabel=x, ylabel=y)
+  axes.grid(alpha=0.3)
+  return new, axes
+
+
+def _window(run: Run) -> int:
+  return max(1, run.result.steps // 20)
+
+
+def _loss(comparison: Comparison) -> figure.Figure:
+  new, axes = _axes("Loss", "step", "nats a token")
+  for i, run in enumerate(comparison.runs):
+    color, name = f"C{i}", run.result.recipe
+    steps, losses = run.series("loss")
+    axes.plot(steps, smooth(losses, _window(run)), color=color, label=name)
+    axes.plot(*run.series("validation_loss"), "o", color=color)
+  entropy = comparison.baseline.result.unigram_entropy
+  axes.axhline(entropy, color="gray", ls=":", label="unigram entropy")
+  axes.plot([], [], "o", color="gray", label="validation")
+  axes.legend()
+  return new
+
+
+def _gap(comparison: Comparison) -> figure.Figure:
+  title = f"Loss above {comparison.baseline.result.recipe}'s"
+  new, axes = _axes(title, "step", "%")
+  window = _window(comparison.baseline)
+  for i, run in enumerate(comparison.runs[1:], 1):
+    for name, style in (("loss", "-"), ("validation_loss", "o")):
+      width = window if name == "loss" else 1
+      steps, ours = run.series(name)
+      _, theirs = comparison.baseline.series(name)
+      gap = 100 * (smooth(ours, width) / smooth(theirs, width) - 1)
+      label = run.result.recipe if name == "loss" else None
+      axes.plot(
+        steps[width - 1 :], gap[width - 1 :], style, c=f"C{i}", label=label
+      )
+  axes.axhline(0, color="gray", lw=1)
+  if len(comparison.runs) > 1:
+    axes.legend()
+  return new
+
+
+def _memory(runs: Sequence[Run]) -> figure.Figure:
+  new, axes = _axes("Kept for the backward pass", "", "MB a micro-batch")
+  names = [run.result.recipe for run in runs]
+  kept = [run.result.residual_bytes for run in runs]
+  below = np.zeros(len(runs))
+  for dtype in sorted(set().union(*kept)):
+    sizes = [sizes.get(dtype, 0) / 1e6 for sizes in kept]
+    axes.bar(names, sizes, bottom=below, label=dtype)
+    below += sizes
+  axes.legend()
+  return new
+
+
+def _speed(runs: Sequence[Run]) -> figure.Figure:
+  new, axes = _axes("Speed", "", "tokens/s")
+  names = [run.result.recipe for run in runs]
+  axes.bar(names, [run.result.tokens_per_second for run in runs])
+  return new
+
+
+_PAGE = string.Template("""<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<title>fp4jax: $title</title>
+<style>
+body { font: 16px/1.5 sans-serif; max-width: 60em; margin: 2em auto;
+       padding: 0 1em; }
+table { border-collapse: collapse; }
+th, td { border: 1px solid #ccc; padding: .2em .6em; text-align: right; }
+pre { background: #f6f6f6; padding: .6em; overflow-x: auto; font-size: 12px; }
+img { max-width: 100%; }
+</style>
+<h1>$title</h1>
+<p>$facts</p>
+$table
+$figures
+<h2>Coverage</h2>
+$coverage
+<h2>Samples</h2>
+$samples
+<h2>Commands</h2>
+<pre>$commands</pre>
+<h2>Versions</h2>
+<pre>$versions</pre>
+<h2>Configuration</h2>
+<pre>$config</pre>
+</html>
+""")
+
+
+def page(comparison: Comparison, images: dict[str, bytes]) -> str:
+  """The report as one HTML file, with nothing to load."""
+  head, *body = [
+    "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+    for row in _rows(comparison)
+  ]
+  rows = [head.replace("td>", "th>"), *body]
+  results = [run.result for run in comparison.runs]
+  versions = comparison.versions
+  return _PAGE.substitute(
+    title=" vs ".join(html.escape(result.recipe) for result in results),
+    facts=html.escape(_facts(comparison)),
+    table=f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>",
+    figures="\n".join(
+      f'<p><img alt="{name}" src="data:image/png;base64,'
+      f'{base64.b64encode(image).decode()}"></p>'
+      for name, image in images.items()
+    ),
+    coverage=_blocks({r.recipe: r.coverage for r in results}),
+    samples=_blocks({r.recipe: r.sample for r in results}),
+    commands=html.escape("\n".join(comparison.commands)),
+    versions=html.escape("\n".join(f"{k} {v}" for k, v in versions.items())),
+    config=html.escape(json.dumps(comparison.config, indent=2)),
+  )
+
+
+def _blocks(texts: dict[str, str]) -> str:
+  return "\n".join(
+    f"<h3>{html.escape(name)}</h3>\n<pre>{html.escape(text)}</pre>"
+    for name, text in texts.items()
+  )
+
+
+def write(comparison: Comparison, workdir: Path) -> None:
+  """Writes ``report.html``, the plots and ``results.json``."""
+  images = {}
+  for name, plot in plots(comparison).items():
+    buffer = io.BytesIO()
+    plot.savefig(buffer, format="png", dpi=120)
+    images[name] = buffer.getvalue()
+    files.write(workdir / f"{name}.png", images[name])
+  results = {
+    "baseline": comparison.baseline.result.recipe,
+    "runs": {
+      run.result.recipe: dataclasses.asdict(run.result)
+      | {"gap_percent": comparison.gap(run)}
+      for run in comparison.runs
+    },
+    "config": comparison.config,
+    "commands": comparison.commands,
+    "versions": comparison.versions,
+    "seconds": comparison.seconds,
+  }
+  files.write(workdir / "results.json", json.dumps(results, indent=2) + "\n")
+  files.write(workdir / "report.html", page(comparison, images))

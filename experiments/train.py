@@ -1,0 +1,344 @@
+"""Trains one model.
+
+python -m experiments.train --config=configs/tiny.py --workdir=DIR
+
+The same command continues a run that was interrupted, with the same losses.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from experiments import checkpoint
+from experiments import cli
+from experiments import config as config_lib
+from experiments import data
+from experiments import errors
+from experiments import files
+from experiments import memory
+from experiments import metrics
+from experiments import recipe
+from experiments import sample
+from experiments import state as state_lib
+from experiments.models import transformer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+  """What a finished run leaves in ``result.json``.
+
+  Attributes:
+    recipe: its name.
+    validation_loss: at the end, nats a token.
+    unigram_entropy: of the training tokens, nats a token.
+    parameters: number of parameters.
+    steps: steps taken.
+    tokens: tokens trained on.
+    skipped_steps: steps whose loss or gradient was not finite.
+    tokens_per_second: median over the run, compilation left out.
+    compile_seconds: of the train step.
+    seconds: of the whole run; of its last part, if it was interrupted.
+    residual_bytes: kept for the backward pass of a micro-batch, by dtype.
+    coverage: every contraction and what became of it.
+    sample: text that the model wrote.
+  """
+
+  recipe: str
+  validation_loss: float
+  unigram_entropy: float
+  parameters: int
+  steps: int
+  tokens: int
+  skipped_steps: int
+  tokens_per_second: float
+  compile_seconds: float
+  seconds: float
+  residual_bytes: dict[str, int]
+  coverage: str
+  sample: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+  """A configuration made concrete: functions and shapes, nothing computed."""
+
+  config: ConfigDict
+  apply: Callable
+  loss: state_lib.Loss
+  initialise: Callable[[], state_lib.State]
+  train_step: Callable
+  tokens: jax.ShapeDtypeStruct
+
+  @functools.cached_property
+  def shapes(self) -> state_lib.State:
+    """The state, as shapes and dtypes."""
+    return jax.eval_shape(self.initialise)
+
+  @property
+  def micro_batch(self) -> jax.ShapeDtypeStruct:
+    """The tokens of one micro-batch."""
+    batch, length = self.tokens.shape
+    return jax.ShapeDtypeStruct(
+      (batch // self.config.train.accumulate, length), jnp.int32
+    )
+
+  @functools.cached_property
+  def coverage(self) -> str:
+    """What is quantised; raises if the policy does not fit the model."""
+    batch, length = self.micro_batch.shape
+    inputs = jax.ShapeDtypeStruct((batch, length - 1), jnp.int32)
+    return recipe.coverage(self.apply, self.config, self.shapes.params, inputs)
+
+  def residual_bytes(self) -> dict[str, int]:
+    """Bytes kept for the backward pass of one micro-batch, by dtype."""
+    key = jax.random.key(0)
+    return memory.residual_bytes(
+      self.loss, self.shapes.params, self.micro_batch, key
+    )
+
+
+def make_experiment(config: ConfigDict) -> Experiment:
+  """The experiment of a configuration, after checking all of its fields."""
+  config_lib.check(config)
+  model = transformer.from_config(config)
+  apply = recipe.quantised(model, config)
+  loss = state_lib.make_loss(apply)
+  schedule = state_lib.make_schedule(config.optimizer, config.train.steps)
+  optimizer = state_lib.make_optimizer(config.optimizer, schedule)
+  return Experiment(
+    config=config,
+    apply=apply,
+    loss=loss,
+    initialise=functools.partial(
+      state_lib.initialise,
+      model,
+      optimizer,
+      config.seed,
+      config.data.sequence,
+    ),
+    train_step=state_lib.make_train_step(
+      loss,
+      optimizer,
+      schedule,
+      seed=config.seed,
+      accumulate=config.train.accumulate,
+    ),
+    tokens=jax.ShapeDtypeStruct(
+      (config.train.batch, config.data.sequence + 1), jnp.int32
+    ),
+  )
+
+
+def run(config: ConfigDict, workdir: str | Path) -> Result:
+  """Trains, or continues, or returns what is finished.
+
+  Args:
+    config: of ``configs/``.
+    workdir: a folder, new or of this very experiment.
+
+  Returns:
+    The result.
+
+  Raises:
+    UserError: the configuration, the data or the workdir cannot be used;
+      nothing is then written.
+    fp4jax.PolicyError: the policy does not fit the model.
+    fp4jax.UnsupportedError: this device cannot serve the recipe.
+  """
+  began, workdir = time.perf_counter(), Path(workdir)
+  experiment = make_experiment(config)
+  config_lib.check_workdir(config, workdir)
+  finished = workdir / "result.json"
+  if finished.exists():
+    print(f"{config.recipe}: already finished, in {workdir}")
+    return Result(**json.loads(finished.read_text()))
+  table = experiment.coverage
+  size = _bytes(experiment.shapes)
+  files.require_space(workdir, size * (config.train.keep + 1), "checkpoints")
+  cache = Path(config.data.cache or workdir / "data")
+  corpus = data.prepare(config, cache)
+  config_lib.save(config, workdir)
+  print(_describe(experiment, corpus), table, sep="\n", flush=True)
+
+  params, compile_seconds = _train(experiment, corpus, workdir)
+  records = metrics.read(workdir / "metrics.jsonl")
+  last = {name: value for r in records for name, value in r.items()}
+  rates = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
+  result = Result(
+    recipe=config.recipe,
+    validation_loss=last["validation_loss"],
+    unigram_entropy=corpus.unigram_entropy,
+    parameters=_parameters(experiment),
+    steps=config.train.steps,
+    tokens=config.train.steps * config.train.batch * config.data.sequence,
+    skipped_steps=last["skipped_steps"],
+    tokens_per_second=statistics.median(rates),
+    compile_seconds=compile_seconds,
+    seconds=time.perf_counter() - began,
+    residual_bytes=experiment.residual_bytes(),
+    coverage=table,
+    sample=sample.text(experiment.apply, params, corpus.tokenizer, config),
+  )
+  files.write(finished, json.dumps(dataclasses.asdict(result), indent=2))
+  return result
+
+
+def _train(
+  experiment: Experiment, corpus: data.Corpus, workdir: Path
+) -> tuple[Any, float]:
+  """The trained parameters, and the seconds that the step took to compile."""
+  config, train = experiment.config, experiment.config.train
+  batches = data.training_batches(config, corpus)
+  held_out = data.validation_batches(config, corpus)
+  validation_loss = jax.jit(experiment.loss)
+
+  def evaluate(params):
+    losses = [float(validation_loss(params, tokens)) for tokens in held_out]
+    return {"validation_loss": statistics.fmean(losses)}
+
+  with checkpoint.Checkpoints(workdir / "checkpoints", train.keep) as saved:
+    if saved.latest is None:
+      state = jax.jit(experiment.initialise)()
+    else:
+      state, _ = saved.restore(experiment.shapes, batches)
+      print(f"{config.recipe}: continues from step {saved.latest}")
+    step = int(state.step)
+    train_step, compile_seconds = _compile(experiment)
+    with (
+      metrics.Writer(workdir, step) as writer,
+      metrics.Progress(config.recipe, step, train.steps) as progress,
+    ):
+      log = Log(config, writer, progress, step)
+      while step < train.steps:
+        state, measured = train_step(state, next(batches))
+        step += 1
+        log.add(measured)
+        last = step == train.steps
+        evaluates = last or step % train.eval_every == 0
+        saves = last or step % train.checkpoint_every == 0
+        if evaluates or saves or step % train.log_every == 0:
+          log.flush()
+        if evaluates:
+          log.pause(step, evaluate(state.params))
+        if saves:
+          saved.save(state, batches, {"seed": config.seed})
+          log.pause()
+  return state.params, compile_seconds
+
+
+def _compile(experiment: Experiment) -> tuple[Callable, float]:
+  """The train step, compiled for good: other shapes raise, never recompile."""
+  began = time.perf_counter()
+  jitted = jax.jit(experiment.train_step, donate_argnums=0)
+  compiled = jitted.lower(experiment.shapes, experiment.tokens).compile()
+  return compiled, time.perf_counter() - began
+
+
+class Log:
+  """Collects the metrics of steps, and writes them when asked to.
+
+  Between flushes nothing waits for the device.
+  """
+
+  def __init__(self, config, writer, progress, step):
+    self._config = config
+    self._writer = writer
+    self._progress = progress
+    self._step = step
+    self._pending: list[dict] = []
+    self._since = time.perf_counter()
+
+  def add(self, measured: dict) -> None:
+    """The metrics of the next step, on the device."""
+    self._pending.append(measured)
+
+  def flush(self) -> None:
+    """Writes what is pending; raises after too many skipped steps."""
+    train = self._config.train
+    measured = jax.device_get(self._pending)
+    now = time.perf_counter()
+    seconds, self._since = now - self._since, now
+    per_step = seconds / len(measured)
+    records = [
+      {"step": step, **{name: x.item() for name, x in values.items()}}
+      for step, values in enumerate(measured, self._step + 1)
+    ]
+    tokens = train.batch * self._config.data.sequence
+    records[-1]["tokens_per_second"] = tokens / per_step
+    self._writer.write(records)
+    self._step += len(records)
+    self._pending.clear()
+    self._progress.update(
+      self._step,
+      records[-1]["loss"],
+      tokens / per_step,
+      (train.steps - self._step) * per_step,
+    )
+    worst = max(record["skipped_in_a_row"] for record in records)
+    if worst >= train.max_skips:
+      raise errors.UserError(
+        f"loss or gradient was not finite in {worst} steps in a row up to"
+        f" step {self._step}; the parameters are as before them. Lower"
+        " config.optimizer.peak_lr, or leave more blocks in BF16."
+      )
+
+  def pause(self, step: int | None = None, record: dict | None = None) -> None:
+    """Writes a record, and leaves the time since the last flush out."""
+    if record is not None:
+      self._writer.write([{"step": step, **record}])
+      values = "  ".join(f"{k} {v:.4f}" for k, v in record.items())
+      self._progress.say(f"step {step}  {values}")
+    self._since = time.perf_counter()
+
+
+def _describe(experiment: Experiment, corpus: data.Corpus) -> str:
+  config = experiment.config
+  lines = [
+    f"{config.recipe}: {_parameters(experiment):,} parameters; parameters,"
+    f" gradients and moments float32, arithmetic {config.model.dtype}",
+    f"{corpus.documents} documents, {len(corpus.train):,} training and"
+    f" {len(corpus.validation):,} validation tokens, unigram entropy"
+    f" {corpus.unigram_entropy:.4f} nats",
+  ]
+  if corpus.skipped:
+    shown = ", ".join(corpus.skipped[:5])
+    more = ", ..." if len(corpus.skipped) > 5 else ""
+    lines.append(f"skipped {len(corpus.skipped)} binary files: {shown}{more}")
+  vocab = corpus.tokenizer.get_vocab_size()
+  if vocab < config.data.vocab:
+    lines.append(f"the text yields {vocab} of {config.data.vocab} tokens")
+  return "\n".join(lines)
+
+
+def _parameters(experiment: Experiment) -> int:
+  shapes = jax.tree.leaves(experiment.shapes.params)
+  return sum(math.prod(x.shape) for x in shapes)
+
+
+def _bytes(shapes) -> int:
+  leaves = jax.tree.leaves(shapes)
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+
+def command(config: ConfigDict, workdir: Path) -> None:
+  """Trains, and prints what came out."""
+  result = run(config, workdir)
+  print(
+    f"validation loss {result.validation_loss:.4f}, unigram entropy"
+    f" {result.unigram_entropy:.4f}, {result.tokens_per_second:,.0f}"
+    f" tokens/s, {result.seconds:.0f} s\nsample:\n{result.sample}"
+  )
+
+
+if __name__ == "__main__":
+  cli.main(command)

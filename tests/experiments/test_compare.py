@@ -1,0 +1,164 @@
+"""Contract: recipes are compared on equal terms, and the report says it all.
+
+Same data, order and initialisation; gaps as defined; one HTML file that loads
+nothing; finished runs are not repeated.
+"""
+
+import base64
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+
+from experiments import compare
+from experiments import config as config_lib
+from experiments import errors
+from experiments import metrics
+from experiments import report
+from experiments import train
+from tests.experiments.helpers import losses
+from tests.experiments.helpers import make_config
+
+RECIPES = ("none", "bf16", "nvfp4")
+
+
+def test_bf16_policy_is_bit_identical_to_the_unquantised_model(compared):
+  plain, policy, nvfp4 = (
+    losses(compared.workdir / "runs" / name) for name in RECIPES
+  )
+  assert plain == policy
+  assert len(plain) == 10
+  assert nvfp4[0][1] != plain[0][1]
+
+
+def test_nvfp4_is_close_and_learns(compared):
+  for run in compared.comparison.runs:
+    _, values = run.series("loss")
+    assert values[-1] < values[0] < math.log(320) + 0.1
+  assert 0 < abs(compared.comparison.gap(compared.comparison.runs[2])) < 3
+
+
+def test_results_are_those_of_the_runs(compared):
+  results = json.loads((compared.workdir / "results.json").read_text())
+  assert list(results["runs"]) == list(RECIPES)
+  assert results["baseline"] == "none"
+  base = results["runs"]["none"]["validation_loss"]
+  for name, run in results["runs"].items():
+    expected = 100 * (run["validation_loss"] / base - 1)
+    assert run["gap_percent"] == pytest.approx(expected, abs=1e-9)
+    folder = compared.workdir / "runs" / name
+    records = metrics.read(folder / "metrics.jsonl")
+    (last,) = [r for r in records if r["step"] == 10 and "validation_loss" in r]
+    assert run["validation_loss"] == last["validation_loss"]
+    assert run["tokens"] == 10 * 4 * 32
+    assert run["unigram_entropy"] > 3
+  assert results["runs"]["bf16"]["gap_percent"] == 0.0
+  assert set(results["versions"]) >= {"jax", "fp4jax", "device"}
+
+
+def test_nvfp4_keeps_packed_residuals(compared):
+  kept = [run.result.residual_bytes for run in compared.comparison.runs]
+  assert kept[0] == kept[1]
+  assert "uint8" not in kept[0] and kept[2]["uint8"] > 0
+  assert kept[2]["bfloat16"] < kept[0]["bfloat16"]
+
+
+def test_report_is_one_file_that_loads_nothing(compared):
+  page = (compared.workdir / "report.html").read_text()
+  sources = re.findall(r'(?:src|href)="([^"]*)"', page)
+  assert len(sources) == 4
+  for name, source in zip(
+    report.plots(compared.comparison), sources, strict=True
+  ):
+    kind, content = source.split(",", 1)
+    assert kind == "data:image/png;base64"
+    image = base64.b64decode(content)
+    assert image.startswith(b"\x89PNG")
+    assert image == (compared.workdir / f"{name}.png").read_bytes()
+  assert "http" not in page and "<script" not in page and "$" not in page
+  for run in compared.comparison.runs:
+    assert f"{run.result.validation_loss:.4f}" in page
+  assert "params/blocks/ffn/up/kernel" in page
+  assert "&#x27;--workdir=A B&#x27;" in page
+  for name, version in config_lib.versions().items():
+    assert f"{name} {version}" in page
+
+
+def test_commands_reproduce_the_comparison_and_each_run(compared):
+  commands = compared.comparison.commands
+  assert commands[0] == (
+    "python -m experiments.compare --config=configs/tiny.py"
+    " --config.seed=0 '--workdir=A B'"
+  )
+  assert commands[3].startswith(
+    "python -m experiments.train --config=configs/tiny.py --config.seed=0"
+    " --config.recipe=nvfp4 --workdir="
+  )
+  assert len(commands) == 4
+
+
+def test_plots_show_the_numbers(compared):
+  plots = report.plots(compared.comparison)
+  (axes,) = plots["loss"].axes
+  curve = next(line for line in axes.lines if line.get_label() == "nvfp4")
+  run = compared.comparison.runs[2]
+  np.testing.assert_allclose(curve.get_ydata(), run.series("loss")[1])
+  (axes,) = plots["gap"].axes
+  flat = next(line for line in axes.lines if line.get_label() == "bf16")
+  np.testing.assert_array_equal(flat.get_ydata(), 0.0)
+  (axes,) = plots["speed"].axes
+  assert [bar.get_height() for bar in axes.patches] == [
+    run.result.tokens_per_second for run in compared.comparison.runs
+  ]
+  (axes,) = plots["memory"].axes
+  total = sum(bar.get_height() for bar in axes.patches)
+  kept = [run.result.residual_bytes for run in compared.comparison.runs]
+  assert total * 1e6 == pytest.approx(sum(sum(k.values()) for k in kept))
+
+
+def test_coverage_comes_before_step_0_and_progress_in_plain_lines(compared):
+  lines = compared.output.splitlines()
+  for run in compared.comparison.runs:
+    name, table = run.result.recipe, run.result.coverage.splitlines()[-1]
+    mine = [i for i, line in enumerate(lines) if line.startswith(f"{name}: ")]
+    steps = [i for i in mine if f"{name}: step " in lines[i]]
+    assert len(steps) == 8  # 5 of 2 steps each, cut at 5; 2 validations
+    assert "tokens/s" in lines[steps[0]] and "left" in lines[steps[0]]
+    assert "loss" in lines[steps[0]]
+    assert lines[mine[0] : steps[0]].count(table) == 1
+
+
+def test_summary_says_how_it_ended(compared):
+  text = report.summary(compared.comparison)
+  run = compared.comparison.runs[2]
+  for part in (
+    f"{run.result.validation_loss:.4f}",
+    f"{compared.comparison.gap(run):+.2f}",
+    f"{run.result.unigram_entropy:.4f}",
+    run.result.coverage,
+    run.result.sample,
+  ):
+    assert part in text
+
+
+def test_finished_runs_are_not_repeated(compared, monkeypatch):
+  monkeypatch.setattr(train, "_train", None)  # would raise
+  again = compare.run(compared.config, compared.workdir)
+  assert [run.result for run in again.runs] == [
+    run.result for run in compared.comparison.runs
+  ]
+
+
+@pytest.mark.parametrize("recipes", [(), ("bf16", "bf16"), ("bf16", "fp3")])
+def test_bad_recipes_are_refused_before_any_run(tmp_path, recipes):
+  with pytest.raises(errors.UserError, match="needed"):
+    compare.run(make_config(compare__recipes=recipes), tmp_path / "new")
+  assert not (tmp_path / "new").exists()
+
+
+def test_gap_and_smoothing_bear_steps_that_are_not_finite():
+  values = np.array([2.0, np.nan, 4.0, np.inf, 6.0])
+  np.testing.assert_array_equal(report.smooth(values, 1)[[0, 2, 4]], [2, 4, 6])
+  np.testing.assert_array_equal(report.smooth(values, 3)[2:], [3, 4, 5])
