@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
+import jax
 from jax.extend import core
 from jax.extend import source_info_util
 import jax.numpy as jnp
@@ -138,6 +139,17 @@ def bind(eqn, args) -> list:
   with provenance(eqn):
     out = eqn.primitive.bind(*subfuns, *args, **params)
   return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def varying_axes(x) -> tuple[str, ...]:
+  """The axes of a ``shard_map`` around over which ``x`` differs, in order."""
+  aval = jax.typeof(x)
+  if hasattr(aval, "manual_axis_type"):
+    varying = aval.manual_axis_type.varying
+  else:  # JAX 0.11
+    varying = aval.vma
+  mesh = jax.sharding.get_abstract_mesh()
+  return tuple(axis for axis in mesh.axis_names if axis in varying)
 
 
 def given_shardings(shardings) -> tuple | None:

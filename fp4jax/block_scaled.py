@@ -120,7 +120,7 @@ def quantize_array(
     raise ValueError(
       "quantize_array: rounding='sr' needs a key; pass key=jax.random.key(0)."
     )
-  elif key.shape == (3,):
+  elif getattr(key, "shape", None) == (3,):
     stream = key
   else:
     stream = rounding.site_stream(key)
@@ -212,7 +212,8 @@ def _two_level(x, amax, block_amax, fmt, operand, random):
   encode = scaling.encode_scale(amax, 6 * scale_max * guard)
   decode = scaling.divide(1.0, encode)
   per_block = (encode * np.float32(1 / (6 * guard)))[..., None, None]
-  v = jnp.where(block_amax == 0, 0.0, block_amax * per_block)
+  v = block_amax * per_block
+  v = jnp.where((block_amax == 0) | (v < scaling.NORMAL), 0.0, v)
 
   def candidate(v, limit):
     scales = scaling.encode_block_scale(v, fmt.scale, operand.rounding)

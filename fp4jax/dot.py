@@ -99,8 +99,17 @@ def dot(
   if weight not in ("lhs", "rhs"):
     raise ValueError(f"{site}: weight={weight!r}; use 'lhs' or 'rhs'.")
   backends.check(recipe, backend)
-  dtype = preferred_element_type or jnp.result_type(lhs, rhs)
-  spec = Spec(recipe, np.dtype(dtype), precision, site)
+  out = jax.eval_shape(
+    lambda lhs, rhs: lax.dot_general(
+      lhs,
+      rhs,
+      dimension_numbers,
+      preferred_element_type=preferred_element_type,
+    ),
+    lhs,
+    rhs,
+  )
+  spec = Spec(recipe, out.dtype, precision, site)
   streams = None if key is None else operand_streams(key)
   (lc, rc), (lb, rb) = dimension_numbers
   if weight == "rhs":

@@ -302,7 +302,7 @@ class _Interpreter:
       in_specs=(replicated, *params["in_specs"]),
       out_specs=tuple(params["out_specs"]),
       check_vma=params["check_vma"],
-      axis_names=set(params["manual_axes"]),
+      axis_names=set(params["newly_manual_axes"]),
     )(keys, *values)
 
 

@@ -58,22 +58,25 @@ def philox4x32(counter, key):
   return lax.fori_loop(0, _ROUNDS, one_round, (tuple(counter), key))[0]
 
 
-def key_words(key) -> jax.Array:
-  """The uint32[2] that a typed or raw PRNG key of any generator stands for."""
-  if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+def key_words(key) -> tuple[jax.Array, jax.Array]:
+  """The two words that a typed or raw PRNG key of any generator stands for."""
+  dtype = getattr(key, "dtype", None)
+  if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
     key = jax.random.key_data(key)
-  if key.dtype != jnp.uint32 or key.shape not in ((2,), (4,)):
+  if getattr(key, "dtype", None) != jnp.uint32 or key.shape not in ((2,), (4,)):
+    got = f"{key.dtype}{key.shape}" if hasattr(key, "dtype") else repr(key)
     raise ValueError(
-      f"fp4_key has shape {key.shape} and dtype {key.dtype}, needed one PRNG"
-      " key (uint32[2] or uint32[4]): pass jax.random.key(seed)."
+      f"fp4_key is {got}, needed one PRNG key (uint32[2] or uint32[4]); pass"
+      " jax.random.key(step)."
     )
-  return key if key.shape == (2,) else key[:2] ^ key[2:]
+  if key.shape == (2,):
+    return key[0], key[1]
+  return philox4x32(tuple(key), (0, 0))[:2]
 
 
 def site_keys(key, sites, operands) -> jax.Array:
   """uint32[..., 2] key words of sites and operands (integer arrays)."""
-  u0, u1 = key_words(key)
-  words = philox4x32((sites, operands, 0, _SITE_TAG), (u0, u1))
+  words = philox4x32((sites, operands, 0, _SITE_TAG), key_words(key))
   return jnp.stack(words[:2], -1)
 
 

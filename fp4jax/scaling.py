@@ -5,12 +5,14 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from fp4jax import _jax
 from fp4jax import formats
 from fp4jax import hadamard
 
 # Anything below is zero: no scale of what is left, nor any reciprocal of one,
 # is subnormal, which XLA's CPU backend flushes and its GPU backend does not.
 SMALLEST = np.float32(2.0**-100)
+NORMAL = np.float32(2.0**-126)
 
 
 def read(x):
@@ -37,16 +39,22 @@ def divide(a, b):
     b: positive normal float32, with a normal quotient.
   """
   a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
-  q = a / b
+  q = formats.float_bits(a / b)
+  for _ in range(2):  # one unit in the last place each
+    q = q + _correction(a, b, formats.bits_float(q)).astype(jnp.uint32)
+  return formats.bits_float(q)
+
+
+def _correction(a, b, q):
+  """-1, 0 or 1: where a / b lies, in patterns next to q."""
   (ea, ma), (eb, mb), (eq, mq) = map(_exponent_and_mantissa, (a, b, q))
   # a = q * b where ma * 2**shift = mq * mb; shift is 23, or 24 where ma < mb.
   shift = (23 + ea - eb - eq).astype(jnp.uint32)
   remainder = ((ma << shift) - mq * mb).astype(jnp.int32)
-  twice, mb = 2 * remainder, mb.astype(jnp.int32)
-  up = (twice > mb).astype(jnp.int32) + (twice > 3 * mb)
-  down = (twice < -mb).astype(jnp.int32) + (twice < -3 * mb)
-  corrected = formats.float_bits(q).astype(jnp.int32) + (up - down)
-  return formats.bits_float(corrected.astype(jnp.uint32))
+  mb = mb.astype(jnp.int32)
+  # Below a power of two the pattern before q is half a unit away.
+  below = jnp.where(mq == 1 << 23, 4, 2) * remainder < -mb
+  return (2 * remainder > mb).astype(jnp.int32) - below.astype(jnp.int32)
 
 
 def _exponent_and_mantissa(x):
@@ -59,8 +67,7 @@ def amax(x, axis=None):
   """Largest magnitude, 0 for an empty array; NaN and Inf propagate.
 
   The maximum is taken over the integer patterns of the magnitudes, which order
-  like the magnitudes with NaN above all: XLA's GPU compiler drops NaN from
-  maxima of floats.
+  like the magnitudes with NaN above all: XLA drops NaN from maxima of floats.
   """
   patterns = formats.float_bits(x) & jnp.uint32(0x7FFFFFFF)
   return formats.bits_float(jnp.max(patterns, axis=axis, initial=0))
@@ -72,8 +79,7 @@ def operand_amax(x):
   ``x`` may be the operand itself or the amax of its blocks.
   """
   local = amax(x, axis=(-2, -1))
-  axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-  varying = tuple(a for a in axes if a in jax.typeof(local).vma)
+  varying = _jax.varying_axes(local)
   if not varying:
     return local
   return formats.bits_float(lax.pmax(formats.float_bits(local), varying))

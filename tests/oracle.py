@@ -243,7 +243,7 @@ def site_stream(key, site, operand, loop=0):
   """(k0, k1, loop) of an operand: 2 * GEMM + (0 for lhs, 1 for rhs)."""
   key = [int(word) for word in np.asarray(key).ravel()]
   if len(key) == 4:
-    key = [key[2] ^ key[0], key[3] ^ key[1]]
+    key = [int(word) for word in philox4x32(key, (0, 0))[:2]]
   words = philox4x32((site, operand, 0, 0x66703464), key)
   return int(words[0]), int(words[1]), loop
 

@@ -169,7 +169,7 @@ def test_decode(options):
     oracle.same_bits(oracle.flush(actual), oracle.flush(exact))
 
 
-@pytest.mark.parametrize("k", [*range(1, 66, 2), 2, 16, 32, 48, 64])
+@pytest.mark.parametrize("k", [*range(1, 34, 2), 2, 16, 32, 47, 48, 49, 64, 65])
 def test_every_size(k):
   """Contraction 1 to 65, free 65 to 1, 16x16 blocks: as the padded oracle,
   whose zeros touch no amax; B01's sweep."""
@@ -196,7 +196,7 @@ def test_small_and_batched(options, shape):
   assert_same(q, oracle.quantize(x, stream=STREAM, **options))
 
 
-@pytest.mark.parametrize("options", SOME[:4:2] + SOME[1:2], ids=name)
+@pytest.mark.parametrize("options", SOME[:2], ids=name)
 def test_eager_equals_jit(options):
   """The same bits op by op and in one program."""
   x = data(19, 37)[:20]

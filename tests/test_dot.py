@@ -37,10 +37,10 @@ def rne(format="nvfp4", block=16, square=16, rht=None):
   w = Operand(format=format, block=(square, block))
   g = dataclasses.replace(x, rht=rht)
   return Recipe(
-      name=f"{format} rne",
-      fprop=Gemm(lhs=x, rhs=w),
-      dgrad=Gemm(lhs=x, rhs=w),
-      wgrad=Gemm(lhs=g, rhs=g),
+    name=f"{format} rne",
+    fprop=Gemm(lhs=x, rhs=w),
+    dgrad=Gemm(lhs=x, rhs=w),
+    wgrad=Gemm(lhs=g, rhs=g),
   )
 
 
@@ -49,10 +49,10 @@ def stochastic(format="fp8_e4m3"):
   x = Operand(format=format)
   g = Operand(format=format, rounding="sr")
   return Recipe(
-      name=f"{format} sr",
-      fprop=Gemm(lhs=x, rhs=x),
-      dgrad=Gemm(lhs=g, rhs=x),
-      wgrad=Gemm(lhs=x, rhs=g),
+    name=f"{format} sr",
+    fprop=Gemm(lhs=x, rhs=x),
+    dgrad=Gemm(lhs=g, rhs=x),
+    wgrad=Gemm(lhs=x, rhs=g),
   )
 
 
@@ -62,25 +62,25 @@ def _variant(**changes):
   fields = {k: v for k, v in changes.items() if k != "four_over_six"}
   g = Operand(rounding="sr", **fields)
   return Recipe(
-      name=f"nvfp4 {changes}",
-      fprop=Gemm(lhs=x, rhs=x),
-      dgrad=Gemm(lhs=g, rhs=x),
-      wgrad=Gemm(
-          lhs=dataclasses.replace(x, rht=Rht(size=32)),
-          rhs=dataclasses.replace(g, rht=Rht(size=32)),
-      ),
+    name=f"nvfp4 {changes}",
+    fprop=Gemm(lhs=x, rhs=x),
+    dgrad=Gemm(lhs=g, rhs=x),
+    wgrad=Gemm(
+      lhs=dataclasses.replace(x, rht=Rht(size=32)),
+      rhs=dataclasses.replace(g, rht=Rht(size=32)),
+    ),
   )
 
 
 RECIPES = {
-    "nvfp4": recipes.nvfp4(),
-    "nvfp4_fp8_exact": recipes.nvfp4_fp8_exact(),
-    "mxfp4": recipes.mxfp4(),
-    "mxfp8": recipes.mxfp8(),
-    "fp8": recipes.fp8(),
-    "fp8_e4m3": recipes.fp8("fp8_e4m3"),
-    "1x16 weights, guard, 8 bits": _variant(scale_guard=16 / 17, sr_bits=8),
-    "four over six, 32-wide rotation": _variant(four_over_six=True),
+  "nvfp4": recipes.nvfp4(),
+  "nvfp4_fp8_exact": recipes.nvfp4_fp8_exact(),
+  "mxfp4": recipes.mxfp4(),
+  "mxfp8": recipes.mxfp8(),
+  "fp8": recipes.fp8(),
+  "fp8_e4m3": recipes.fp8("fp8_e4m3"),
+  "1x16 weights, guard, 8 bits": _variant(scale_guard=16 / 17, sr_bits=8),
+  "four over six, 32-wide rotation": _variant(four_over_six=True),
 }
 
 
@@ -94,12 +94,12 @@ def normal(seed, *shape, dtype=jnp.float32):
 def assert_same(a, b):
   """Bit for bit, dtypes and structure included."""
   jax.tree.map(
-      lambda u, v: (
-          np.testing.assert_array_equal(np.asarray(u), np.asarray(v)),
-          np.testing.assert_equal(u.dtype, v.dtype),
-      ),
-      a,
-      b,
+    lambda u, v: (
+      np.testing.assert_array_equal(np.asarray(u), np.asarray(v)),
+      np.testing.assert_equal(u.dtype, v.dtype),
+    ),
+    a,
+    b,
   )
 
 
@@ -112,8 +112,8 @@ def three_gemms(x, w, g, dims=MATMUL, key=KEY, **kwargs):
 
 # One compilation for each recipe and shape, whichever test asks for it.
 jitted = jax.jit(
-    three_gemms,
-    static_argnames=("dims", "recipe", "weight", "preferred_element_type"),
+  three_gemms,
+  static_argnames=("dims", "recipe", "weight", "preferred_element_type"),
 )
 
 
@@ -122,19 +122,19 @@ def oracle_recipe(recipe):
 
   def options(operand):
     return {
-        "fmt": operand.format,
-        "block": operand.block,
-        "rounding": operand.rounding,
-        "rotate": operand.rht and (operand.rht.size, operand.rht.signs),
-        "scale_guard": operand.scale_guard,
-        "four_over_six": operand.four_over_six,
-        "sr_bits": operand.sr_bits,
+      "fmt": operand.format,
+      "block": operand.block,
+      "rounding": operand.rounding,
+      "rotate": operand.rht and (operand.rht.size, operand.rht.signs),
+      "scale_guard": operand.scale_guard,
+      "four_over_six": operand.four_over_six,
+      "sr_bits": operand.sr_bits,
     }
 
   three = {
-      name: tuple(map(options, (gemm.lhs, gemm.rhs)))
-      for name in recipes.GEMMS
-      for gemm in [getattr(recipe, name)]
+    name: tuple(map(options, (gemm.lhs, gemm.rhs)))
+    for name in recipes.GEMMS
+    for gemm in [getattr(recipe, name)]
   }
   if three["dgrad"][1]["block"][0] > 1:  # The same codes, transposed.
     three["dgrad"] = (three["dgrad"][0], None)
@@ -148,7 +148,7 @@ def f32(x):
 def model(x, w, g, recipe):
   """The oracle's three products for 2-D operands."""
   return oracle.linear(
-      f32(x), f32(w), f32(g), recipe=oracle_recipe(recipe), key=KEY
+    f32(x), f32(w), f32(g), recipe=oracle_recipe(recipe), key=KEY
   )
 
 
@@ -177,7 +177,7 @@ def test_three_gemms_are_the_oracles(name):
   assert_three(got, model(x, w, g, RECIPES[name]), x, w)
   plain = jax.vjp(jnp.matmul, x, w)
   for quantised, exact in zip(
-      got, (plain[0], *plain[1](g)), strict=True
+    got, (plain[0], *plain[1](g)), strict=True
   ):  # 4 or 8 bits are visible, and no more than that.
     gap = np.linalg.norm(quantised - exact) / np.linalg.norm(exact)
     assert 0.005 < gap < 0.4, gap
@@ -186,12 +186,9 @@ def test_three_gemms_are_the_oracles(name):
 def test_bf16_recipe_is_the_plain_product():
   x, w, g = normal(0, 24, 40), normal(1, 40, 33), normal(2, 24, 33)
   y, vjp = jax.vjp(jnp.matmul, x, w)
-  assert_same(
-      three_gemms(x, w, g, recipe=recipes.bf16())[0], y
-  )
   got = jitted(x, w, g, recipe=recipes.bf16())
   for actual, exact, a, b, k in zip(
-      got, (y, *vjp(g)), (x, g, x.T), (w, w.T, g), (40, 33, 24), strict=True
+    got, (y, *vjp(g)), (x, g, x.T), (w, w.T, g), (40, 33, 24), strict=True
   ):
     size = np.abs(f32(a)).astype(np.float64) @ np.abs(f32(b))
     assert (np.abs(actual - exact) <= 2 * k * 2.0**-24 * size).all()
@@ -199,20 +196,18 @@ def test_bf16_recipe_is_the_plain_product():
 
 def test_eager_and_jitted_give_the_same_bits():
   x, w, g = (normal(i, 16, 16) for i in range(3))  # Few shapes, few compiles.
-  assert_same(
-      three_gemms(x, w, g, recipe=rne()), jitted(x, w, g, recipe=rne())
-  )
+  assert_same(three_gemms(x, w, g, recipe=rne()), jitted(x, w, g, recipe=rne()))
 
 
 @pytest.mark.parametrize(
-    "x_dtype, w_dtype, preferred",
-    [
-        ("bfloat16", "float32", None),
-        ("float32", "bfloat16", None),
-        ("bfloat16", "bfloat16", None),
-        ("bfloat16", "bfloat16", "float32"),
-        ("float16", "bfloat16", None),
-    ],
+  "x_dtype, w_dtype, preferred",
+  [
+    ("bfloat16", "float32", None),
+    ("float32", "bfloat16", None),
+    ("bfloat16", "bfloat16", None),
+    ("bfloat16", "bfloat16", "float32"),
+    ("float16", "bfloat16", None),
+  ],
 )
 def test_dtypes_of_outputs_and_cotangents(x_dtype, w_dtype, preferred):
   """Output as dot_general's, cotangents as their primals'."""
@@ -220,15 +215,13 @@ def test_dtypes_of_outputs_and_cotangents(x_dtype, w_dtype, preferred):
   g = normal(2, 8, 16)
   recipe = rne("fp8_e4m3")
   plain = jax.eval_shape(
-      lambda x, w: lax.dot_general(
-          x, w, MATMUL, preferred_element_type=preferred
-      ),
-      x,
-      w,
+    lambda x, w: lax.dot_general(
+      x, w, MATMUL, preferred_element_type=preferred
+    ),
+    x,
+    w,
   )
-  y, dx, dw = jitted(
-      x, w, g, recipe=recipe, preferred_element_type=preferred
-  )
+  y, dx, dw = jitted(x, w, g, recipe=recipe, preferred_element_type=preferred)
   assert (y.dtype, dx.dtype, dw.dtype) == (plain.dtype, x.dtype, w.dtype)
   expected = model(x, w, g.astype(y.dtype), recipe)
   for out, product, k in zip((y, dx, dw), expected, (32, 16, 8), strict=True):
@@ -248,32 +241,32 @@ def test_float64_operands_and_cotangents():
 # Dimension numbers: (lhs, rhs, dimension_numbers, weight side)
 
 LAYOUTS = {
-    "weight left": ((33, 20), (20, 9), (((1,), (0,)), ((), ())), "lhs"),
-    "batch": ((3, 9, 20), (3, 20, 7), (((2,), (1,)), ((0,), (0,))), "rhs"),
-    "two batch axes, crossed": (
-        (2, 9, 3, 20),
-        (3, 20, 2, 7),
-        (((3,), (1,)), ((0, 2), (2, 0))),
-        "rhs",
-    ),
-    "contracted axes in any order": (
-        (5, 4, 2, 6),
-        (6, 5, 4, 3),
-        (((3, 1), (0, 2)), ((), ())),
-        "rhs",
-    ),
-    "batch, weight left, two contracted": (
-        (4, 3, 6, 5),
-        (6, 2, 4, 5, 3),
-        (((0, 2), (2, 0)), ((1,), (4,))),
-        "lhs",
-    ),
-    "free axes on both sides": (
-        (2, 20, 3, 2),
-        (2, 3, 20),
-        (((1,), (2,)), ((), ())),
-        "rhs",
-    ),
+  "weight left": ((33, 20), (20, 9), (((1,), (0,)), ((), ())), "lhs"),
+  "batch": ((3, 9, 20), (3, 20, 7), (((2,), (1,)), ((0,), (0,))), "rhs"),
+  "two batch axes, crossed": (
+    (2, 9, 3, 20),
+    (3, 20, 2, 7),
+    (((3,), (1,)), ((0, 2), (2, 0))),
+    "rhs",
+  ),
+  "contracted axes in any order": (
+    (5, 4, 2, 6),
+    (6, 5, 4, 3),
+    (((3, 1), (0, 2)), ((), ())),
+    "rhs",
+  ),
+  "batch, weight left, two contracted": (
+    (4, 3, 6, 5),
+    (6, 2, 4, 5, 3),
+    (((0, 2), (2, 0)), ((1,), (4,))),
+    "lhs",
+  ),
+  "free axes on both sides": (
+    (2, 20, 3, 2),
+    (2, 3, 20),
+    (((1,), (2,)), ((), ())),
+    "rhs",
+  ),
 }
 
 
@@ -314,20 +307,20 @@ def test_any_dimension_numbers(name):
   dx, dw = flattened(dl, dr, dims, weight)
   for b in np.ndindex(batch):
     products = oracle.linear(
-        x[b], w[b], g2[b], recipe=oracle_recipe(recipe), key=KEY
+      x[b], w[b], g2[b], recipe=oracle_recipe(recipe), key=KEY
     )
     for out, product, terms in zip(
-        (y2[b], dx[b], dw[b]), products, (k, n, m), strict=True
+      (y2[b], dx[b], dw[b]), products, (k, n, m), strict=True
     ):
       assert_accumulated(out, product, terms)
 
 
 @pytest.mark.parametrize(
-    "shape, dims",
-    [
-        ((64, 4, 16), (((3,), (0,)), ((), ()))),
-        ((3, 8, 40), (((2, 3), (0, 1)), ((), ()))),
-    ],
+  "shape, dims",
+  [
+    ((64, 4, 16), (((3,), (0,)), ((), ()))),
+    ((3, 8, 40), (((2, 3), (0, 1)), ((), ()))),
+  ],
 )
 def test_b15_dense_general_equals_the_flattened_form(shape, dims):
   """DenseGeneral's and 3-D kernels: the bits of the 2-D product."""
@@ -340,16 +333,17 @@ def test_b15_dense_general_equals_the_flattened_form(shape, dims):
   k = int(np.prod(shape[:contracted]))
   y, dx, dw = jitted(x, w, g, dims, recipe=recipe)
   flat = jitted(
-      x.reshape(-1, k),
-      w.reshape(k, -1),
-      g.reshape(-1, w.size // k),
-      recipe=recipe,
+    x.reshape(-1, k),
+    w.reshape(k, -1),
+    g.reshape(-1, w.size // k),
+    recipe=recipe,
   )
   assert_same(
-      (y, dx, dw),
-      (flat[0].reshape(y.shape), *(
-          a.reshape(b.shape) for a, b in zip(flat[1:], (dx, dw), strict=True)
-      )),
+    (y, dx, dw),
+    (
+      flat[0].reshape(y.shape),
+      *(a.reshape(b.shape) for a, b in zip(flat[1:], (dx, dw), strict=True)),
+    ),
   )
 
 
@@ -367,10 +361,10 @@ def test_b01_any_contraction_equals_explicit_zero_padding(k):
   recipe = dataclasses.replace(stochastic(), fprop=rne().fprop)
   x, w, g = normal(0, m, k), normal(1, k, n), normal(2, m, n)
   padded = jitted(
-      jnp.pad(x, ((0, 0), (0, 80 - k))),
-      jnp.pad(w, ((0, 80 - k), (0, 0))),
-      g,
-      recipe=recipe,
+    jnp.pad(x, ((0, 0), (0, 80 - k))),
+    jnp.pad(w, ((0, 80 - k), (0, 0))),
+    g,
+    recipe=recipe,
   )
   got = jitted(x, w, g, recipe=recipe)
   expected = (padded[0], padded[1][:, :k], padded[2][:k])
@@ -421,12 +415,12 @@ def identity_probe(x, w, g, recipe):
   eye = jnp.eye(len(x))
   run = lambda x, w, g: jitted(x, w, g, recipe=recipe)
   return {
-      ("fprop", "lhs"): run(x, eye, g)[0],
-      ("fprop", "rhs"): run(eye, w, g)[0],
-      ("dgrad", "lhs"): run(x, eye, g)[1],
-      ("dgrad", "rhs"): run(x, w, eye)[1],
-      ("wgrad", "lhs"): run(x, w, eye)[2],
-      ("wgrad", "rhs"): run(eye, w, g)[2],
+    ("fprop", "lhs"): run(x, eye, g)[0],
+    ("fprop", "rhs"): run(eye, w, g)[0],
+    ("dgrad", "lhs"): run(x, eye, g)[1],
+    ("dgrad", "rhs"): run(x, w, eye)[1],
+    ("wgrad", "lhs"): run(x, w, eye)[2],
+    ("wgrad", "rhs"): run(eye, w, g)[2],
   }
 
 
@@ -442,12 +436,12 @@ def test_j09_exactly_the_named_gemm_is_quantised(gemm):
   x, w, g = (normal(i, 32, 32) for i in range(3))
   exact = {"x": x, "w": w, "wT": w.T, "g": g, "xT": x.T}
   shown = {
-      ("fprop", "lhs"): ("x", lambda q: q(x)),
-      ("fprop", "rhs"): ("w", lambda q: q(w.T).T),
-      ("dgrad", "lhs"): ("g", lambda q: q(g)),
-      ("dgrad", "rhs"): ("wT", lambda q: q(w.T)),
-      ("wgrad", "lhs"): ("xT", lambda q: q(x.T)),
-      ("wgrad", "rhs"): ("g", lambda q: q(g.T).T),
+    ("fprop", "lhs"): ("x", lambda q: q(x)),
+    ("fprop", "rhs"): ("w", lambda q: q(w.T).T),
+    ("dgrad", "lhs"): ("g", lambda q: q(g)),
+    ("dgrad", "rhs"): ("wT", lambda q: q(w.T)),
+    ("wgrad", "lhs"): ("xT", lambda q: q(x.T)),
+    ("wgrad", "rhs"): ("g", lambda q: q(g.T).T),
   }
   for (name, side), value in identity_probe(x, w, g, recipe).items():
     plain, dequantised = shown[name, side]
@@ -456,7 +450,7 @@ def test_j09_exactly_the_named_gemm_is_quantised(gemm):
       continue
     block = getattr(getattr(full, gemm), side).block
     expected = dequantised(
-        lambda a, block=block: oracle.quantize(f32(a), block=block).dequantize()
+      lambda a, block=block: oracle.quantize(f32(a), block=block).dequantize()
     )
     np.testing.assert_allclose(value, expected, rtol=2.0**-21, atol=0)
     assert (np.asarray(value) != np.asarray(exact[plain])).mean() > 0.9
@@ -500,9 +494,7 @@ def test_b07_blocks_run_along_the_contracted_axis():
 
 def test_a01_zeros_give_exact_zeros():
   x, w, g = jnp.zeros((4, 32), "bfloat16"), normal(1, 32, 16), normal(2, 4, 16)
-  run = jax.jit(
-      lambda x, w, g: three_gemms(x, w, g, recipe=recipes.nvfp4())
-  )
+  run = jax.jit(lambda x, w, g: three_gemms(x, w, g, recipe=recipes.nvfp4()))
   y, dx, dw = run(x, w, g)
   assert_same(y, jnp.zeros((4, 16)))
   assert_same(dw, jnp.zeros((32, 16)))
@@ -512,9 +504,7 @@ def test_a01_zeros_give_exact_zeros():
   y, dx, dw = run(x + 1, w, g * 0)
   assert not dx.any() and not dw.any()
   kept = jax.jit(
-      lambda x: jax.vjp(
-          lambda x: fp4jax.dot(x, w, MATMUL, recipe=rne()), x
-      )[1]
+    lambda x: jax.vjp(lambda x: fp4jax.dot(x, w, MATMUL, recipe=rne()), x)[1]
   )(x)
   for leaf in jax.tree.leaves(kept):
     assert leaf.dtype != jnp.float32 or (np.isfinite(leaf) & (leaf > 0)).all()
@@ -532,7 +522,7 @@ def test_a01_dead_relu_layer_gives_the_bias():
     return (y**2).sum(), y
 
   (_, y), (dw, dx) = jax.jit(
-      jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   )(normal(1, 32, 16), x)
   assert_same(y, jnp.broadcast_to(b, (4, 16)))
   assert not dw.any() and not dx.any()
@@ -542,9 +532,7 @@ def test_a01_dead_relu_layer_gives_the_bias():
 def test_a17_nan_and_inf_reach_everything(name):
   """One bad number: NaN in the whole of each GEMM that reads its operand."""
   x, w, g = normal(0, 8, 32), normal(1, 32, 16), normal(2, 8, 16)
-  run = jax.jit(
-      lambda x, w, g: three_gemms(x, w, g, recipe=RECIPES[name])
-  )
+  run = jax.jit(lambda x, w, g: three_gemms(x, w, g, recipe=RECIPES[name]))
   nan = lambda *arrays: [bool(np.isnan(a).all()) for a in arrays]
   finite = lambda *arrays: [bool(np.isfinite(a).all()) for a in arrays]
   for bad in (np.nan, np.inf, -np.inf):
@@ -571,29 +559,45 @@ def test_a17_nan_input_makes_every_gradient_nan():
 
 def test_same_key_same_bits_other_key_site_or_loop_other_bits():
   x, w, g = normal(0, 16, 32), normal(1, 32, 16), normal(2, 16, 16)
-  run = jax.jit(
-      lambda key: three_gemms(x, w, g, recipe=stochastic(), key=key)
-  )
+  run = lambda key: jitted(x, w, g, recipe=stochastic(), key=key)
 
   def streams(key=KEY, site=0, loop=0):
-    return jnp.stack([
+    return jnp.stack(
+      [
         rounding.site_stream(key, site, operand, jnp.uint32(loop))
         for operand in range(6)
-    ])
+      ]
+    )
 
   first = run(streams())
   assert_same(first, run(streams()))
-  assert_same(  # A key is the streams of site 0, loop 0.
-      first, jitted(x, w, g, recipe=stochastic(), key=KEY)
-  )
+  assert_same(first, run(KEY))  # A key is the streams of site 0, loop 0.
   for other in (
-      streams(key=KEY + 1),
-      streams(site=1),
-      streams(loop=1),
+    streams(key=KEY + 1),
+    streams(site=1),
+    streams(loop=1),
   ):
     y, dx, dw = run(other)
     assert_same(y, first[0])  # The forward pass rounds to nearest.
     assert (dx != first[1]).mean() > 0.9 and (dw != first[2]).mean() > 0.9
+
+
+def test_a_constant_gradient_rounds_like_any_other():
+  """A compiler that knows the operand must not add its constants first."""
+  g = normal(2, 16, 16)
+  quantised = lambda g: (
+    fp4jax.quantize_array(g, Operand(rounding="sr"), KEY, packed=False).codes
+  )
+  expected = oracle.quantize(
+    f32(g), rounding="sr", stream=oracle.site_stream(KEY, 0, 0)
+  ).codes
+  assert_same(jax.jit(quantised)(g), expected)
+  constant = jax.jit(
+    lambda key: (
+      fp4jax.quantize_array(g, Operand(rounding="sr"), key, packed=False).codes
+    )
+  )
+  assert_same(constant(KEY), expected)
 
 
 def test_e01_dgrad_and_wgrad_draw_different_bits():
@@ -629,11 +633,11 @@ def test_stochastic_gradients_are_unbiased():
   recipe = Recipe(name="dgrad", dgrad=Gemm(lhs=sr, rhs=Operand()))
   keys = jax.random.split(jax.random.key(0), 1024)
   dx = jax.jit(
-      jax.vmap(
-          lambda key: three_gemms(
-              jnp.zeros((4, 32)), w, g, recipe=recipe, key=key
-          )[1]
-      )
+    jax.vmap(
+      lambda key: three_gemms(jnp.zeros((4, 32)), w, g, recipe=recipe, key=key)[
+        1
+      ]
+    )
   )(keys)
   dx = np.asarray(dx, np.float64)
   error = dx.std(0) / 32
@@ -644,17 +648,17 @@ def test_stochastic_gradients_are_unbiased():
 def test_missing_key_is_an_error_only_when_differentiating():
   x, w = normal(0, 4, 32), normal(1, 32, 8)
   product = lambda x, w: fp4jax.dot(
-      x, w, MATMUL, recipe=recipes.nvfp4(), site="blocks_3/up"
+    x, w, MATMUL, recipe=recipes.nvfp4(), site="blocks_3/up"
   )
   assert jax.eval_shape(product, x, w).shape == (4, 8)
   for transformed in (
-      jax.grad(lambda x: product(x, w).sum()),
-      jax.jit(jax.grad(lambda x: product(x, w).sum())),
-      lambda x: jax.vjp(product, x, w),
+    jax.grad(lambda x: product(x, w).sum()),
+    jax.jit(jax.grad(lambda x: product(x, w).sum())),
+    lambda x: jax.vjp(product, x, w),
   ):
     with pytest.raises(
-        fp4jax.MissingKeyError,
-        match=r"(?s)blocks_3/up.*dgrad, wgrad.*fp4_key=",
+      fp4jax.MissingKeyError,
+      match=r"(?s)blocks_3/up.*dgrad, wgrad.*fp4_key=",
     ):
       transformed(x)
   # A forward pass that rounds stochastically needs one too.
@@ -705,15 +709,15 @@ def test_c01_key_cotangents_are_float0():
 
   x, w = normal(0, 8, 16), normal(1, 16, 16)
   grads = jax.eval_shape(
-      lambda: jax.vjp(product, x, w, KEY)[1](jnp.ones((8, 16)))
+    lambda: jax.vjp(product, x, w, KEY)[1](jnp.ones((8, 16)))
   )
   assert grads[2].dtype == jax.dtypes.float0 and grads[2].shape == (2,)
 
 
 @pytest.mark.parametrize(
-    "key",
-    [np.zeros((3,), np.uint32), np.zeros((2,), np.int32), np.float32(0)],
-    ids=["shape", "dtype", "scalar"],
+  "key",
+  [np.zeros((3,), np.uint32), np.zeros((2,), np.int32), np.float32(0)],
+  ids=["shape", "dtype", "scalar"],
 )
 def test_a_bad_key_names_the_fix(key):
   x, w = normal(0, 4, 16), normal(1, 16, 8)
@@ -744,8 +748,8 @@ def inside(eqn):
 def count(jaxpr, test):
   """Equations that pass a test, at any depth."""
   return sum(
-      test(eqn) + sum(count(inner, test) for inner in inside(eqn))
-      for eqn in jaxpr.eqns
+    test(eqn) + sum(count(inner, test) for inner in inside(eqn))
+    for eqn in jaxpr.eqns
   )
 
 
@@ -768,7 +772,7 @@ def test_c03_gradients_are_straight_through():
   np.testing.assert_allclose(dx, g, rtol=2.0**-3)
   for recipe in (recipes.nvfp4(), recipes.mxfp8()):
     jaxpr = jax.make_jaxpr(
-        lambda x, w, g, r=recipe: three_gemms(x, w, g, recipe=r)
+      lambda x, w, g, r=recipe: three_gemms(x, w, g, recipe=r)
     )(x, w, g)
     dtypes = {str(a.dtype) for a in avals(jaxpr.jaxpr) if hasattr(a, "dtype")}
     assert "uint8" in dtypes
@@ -838,11 +842,11 @@ def test_g07_a_remat_policy_keeps_the_packed_residuals():
 def test_integers_are_refused_by_name():
   with pytest.raises(ValueError, match="up/kernel.*int32.*Rule"):
     fp4jax.dot(
-        jnp.ones((4, 16), int),
-        jnp.ones((16, 4)),
-        MATMUL,
-        recipe=rne(),
-        site="up/kernel",
+      jnp.ones((4, 16), int),
+      jnp.ones((16, 4)),
+      MATMUL,
+      recipe=rne(),
+      site="up/kernel",
     )
 
 

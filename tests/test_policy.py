@@ -67,28 +67,28 @@ def left_alone(rules, sites, default=RNE, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "glob, path, expected",
-    [
-        ("**/up/**", "params/mlp/up/kernel", True),
-        ("**/up/**", "up/kernel", True),
-        ("**/up/**", "params/mlp/up", True),
-        ("**/up/**", "params/upper/kernel", False),
-        ("**/up", "params/up/kernel", False),
-        ("**", "a", True),
-        ("**", "a/b/c", True),
-        ("*", "a", True),
-        ("*", "a/b", False),
-        ("a/*/c", "a/b/c", True),
-        ("a/*/c", "a/b/b/c", False),
-        ("a/**/c", "a/c", True),
-        ("a/**/c", "a/b/b/c", True),
-        ("blocks_[0-2]/*", "blocks_1/w", True),
-        ("blocks_[0-2]/*", "blocks_3/w", False),
-        ("blocks_?/*", "blocks_3/w", True),
-        ("blocks_?/*", "blocks_33/w", False),
-        ("*/w.1", "a/wx1", False),
-        ("*head*/**", "lm_head/kernel", True),
-    ],
+  "glob, path, expected",
+  [
+    ("**/up/**", "params/mlp/up/kernel", True),
+    ("**/up/**", "up/kernel", True),
+    ("**/up/**", "params/mlp/up", True),
+    ("**/up/**", "params/upper/kernel", False),
+    ("**/up", "params/up/kernel", False),
+    ("**", "a", True),
+    ("**", "a/b/c", True),
+    ("*", "a", True),
+    ("*", "a/b", False),
+    ("a/*/c", "a/b/c", True),
+    ("a/*/c", "a/b/b/c", False),
+    ("a/**/c", "a/c", True),
+    ("a/**/c", "a/b/b/c", True),
+    ("blocks_[0-2]/*", "blocks_1/w", True),
+    ("blocks_[0-2]/*", "blocks_3/w", False),
+    ("blocks_?/*", "blocks_3/w", True),
+    ("blocks_?/*", "blocks_33/w", False),
+    ("*/w.1", "a/wx1", False),
+    ("*head*/**", "lm_head/kernel", True),
+  ],
 )
 def test_globs(glob, path, expected):
   assert bool(policy_lib.matches(glob, path)) == expected
@@ -107,21 +107,21 @@ SIX = unrolled("params/b_{}/w")
 
 
 @pytest.mark.parametrize(
-    "layers, expected",
-    [
-        (3, [3]),
-        (-1, [5]),
-        (slice(0, 2), [0, 1]),
-        (slice(-2, None), [4, 5]),
-        (slice(None, None, 2), [0, 2, 4]),
-        ({1, -1}, [1, 5]),
-        ([0, 3], [0, 3]),
-        (range(2, 4), [2, 3]),
-        (slice(-0.15, None), [5]),
-        (slice(-0.5, None), [3, 4, 5]),
-        (slice(0.0, 0.34), [0, 1, 2]),
-        (None, [0, 1, 2, 3, 4, 5]),
-    ],
+  "layers, expected",
+  [
+    (3, [3]),
+    (-1, [5]),
+    (slice(0, 2), [0, 1]),
+    (slice(-2, None), [4, 5]),
+    (slice(None, None, 2), [0, 2, 4]),
+    ({1, -1}, [1, 5]),
+    ([0, 3], [0, 3]),
+    (range(2, 4), [2, 3]),
+    (slice(-0.15, None), [5]),
+    (slice(-0.5, None), [3, 4, 5]),
+    (slice(0.0, 0.34), [0, 1, 2]),
+    (None, [0, 1, 2, 3, 4, 5]),
+  ],
 )
 def test_layers_name_the_same_blocks_unrolled_and_scanned(layers, expected):
   rule = lambda path: Rule(path=path, recipe=None, layers=layers)
@@ -134,10 +134,10 @@ def test_layers_name_the_same_blocks_unrolled_and_scanned(layers, expected):
 
 def test_negative_layers_count_from_the_largest_index_of_the_pattern():
   """A hybrid stack: attention in blocks 0, 2, 4, an MLP in 1, 3, 5."""
-  sites = [
-      site(f"b_{i}/{'mlp' if i % 2 else 'attn'}/w") for i in range(6)
-  ]
-  last = lambda path: left_alone([Rule(path=path, layers=-1, recipe=None)], sites)
+  sites = [site(f"b_{i}/{'mlp' if i % 2 else 'attn'}/w") for i in range(6)]
+  last = lambda path: left_alone(
+    [Rule(path=path, layers=-1, recipe=None)], sites
+  )
   assert last("b_{layer}/**") == {"b_5/mlp/w": True}
   assert last("b_{layer}/attn/**") == {"b_4/attn/w": True}
 
@@ -153,7 +153,7 @@ def test_a_list_inside_a_scan_counts_the_captured_index():
 
 def recipes_of(policy, sites):
   return [
-      [d.recipe.name for d in per] for per in policy_lib.resolve(policy, sites)
+    [d.recipe.name for d in per] for per in policy_lib.resolve(policy, sites)
   ]
 
 
@@ -176,8 +176,8 @@ def test_any_glob_of_a_tuple_and_any_parameter_of_a_site_matches():
 
 def test_gemms_restrict_a_rule_and_leave_the_rest_to_later_rules():
   rules = (
-      Rule(path="**", gemms=("wgrad",), recipe=None),
-      Rule(path="a/**", gemms=("wgrad", "dgrad"), recipe=OTHER),
+    Rule(path="**", gemms=("wgrad",), recipe=None),
+    Rule(path="a/**", gemms=("wgrad", "dgrad"), recipe=OTHER),
   )
   policy = Policy(rules=rules, default=RNE)
   (a,), (b,) = policy_lib.resolve(policy, [site("a/w"), site("b/w")])
@@ -231,14 +231,14 @@ def quantised_paths(policy, params, model=one_each):
 
 def test_nemotron_on_an_unrolled_model():
   params = {
-      **{f"blocks_{i}": {"up": {"kernel": weights()}} for i in range(12)},
-      "lm_head": {"kernel": weights()},
-      "embed": weights(),
+    **{f"blocks_{i}": {"up": {"kernel": weights()}} for i in range(12)},
+    "lm_head": {"kernel": weights()},
+    "embed": weights(),
   }
   got = quantised_paths(policies.nemotron(2, 8, recipe=RNE), params)
   assert [k for k, v in got.items() if v] == [
-      "blocks_2/up/kernel",
-      "blocks_3/up/kernel",
+    "blocks_2/up/kernel",
+    "blocks_3/up/kernel",
   ]
 
 
@@ -247,7 +247,9 @@ def test_nemotron_and_last_fraction_on_a_scanned_model():
   got = quantised_paths(policies.nemotron(2, 8, recipe=RNE), params, scanned)
   assert got == {"blocks/up": [2, 3], "head": False}
   # 15 % of 12 is 1.8, rounded up: two.
-  got = quantised_paths(policies.last_fraction(0.15, recipe=RNE), params, scanned)
+  got = quantised_paths(
+    policies.last_fraction(0.15, recipe=RNE), params, scanned
+  )
   assert got == {"blocks/up": list(range(10)), "head": False}
 
 
@@ -276,17 +278,17 @@ def test_nemotron_on_nnx_names():
 
 
 @pytest.mark.parametrize(
-    "names",
-    [
-        "params/blocks_{}/attn/query/kernel",
-        "params/layers_{}/mlp/up/kernel",
-        "params/transformer/h_{}/mlp/c_fc/kernel",
-        "params/encoderblock_{}/Dense_0/kernel",
-        "layers/{}/mlp/up/kernel",
-        "model/blocks/{}/w",
-        "h/{}/attn/kernel",
-        "params/TransformerBlock_{}/Dense_0/kernel",
-    ],
+  "names",
+  [
+    "params/blocks_{}/attn/query/kernel",
+    "params/layers_{}/mlp/up/kernel",
+    "params/transformer/h_{}/mlp/c_fc/kernel",
+    "params/encoderblock_{}/Dense_0/kernel",
+    "layers/{}/mlp/up/kernel",
+    "model/blocks/{}/w",
+    "h/{}/attn/kernel",
+    "params/TransformerBlock_{}/Dense_0/kernel",
+  ],
 )
 def test_presets_know_usual_names_of_blocks(names):
   head = site("params/lm_head/kernel")
@@ -297,8 +299,8 @@ def test_presets_know_usual_names_of_blocks(names):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["params/blocks/up/kernel", "params/layers/up/kernel", "params/h/c_fc/w"],
+  "name",
+  ["params/blocks/up/kernel", "params/layers/up/kernel", "params/h/c_fc/w"],
 )
 def test_presets_know_usual_names_of_stacks(name):
   policy = policies.nemotron(1, 2, recipe=RNE)
@@ -385,13 +387,15 @@ def test_layers_without_an_index_explain_the_two_ways():
 
 def test_a_policy_that_quantises_nothing_says_why():
   rule = Rule(path="**", recipe=None)
-  with pytest.raises(fp4jax.PolicyError, match=r"quantises nothing.*params/b_0"):
+  with pytest.raises(
+    fp4jax.PolicyError, match=r"quantises nothing.*params/b_0"
+  ):
     left_alone([rule], SIX)
   with pytest.raises(fp4jax.PolicyError, match="first argument"):
     left_alone([], [])
   with pytest.raises(fp4jax.PolicyError, match="params_argnums"):
     fp4jax.quantize(lambda p, x: x @ weights(), policies.all_linear())(
-        {}, weights().T
+      {}, weights().T
     )
   # A policy that asks for nothing is no mistake.
   assert left_alone([rule], SIX, default=None)
@@ -401,8 +405,11 @@ def test_a_rule_for_parameters_that_no_gemm_reads_is_no_mistake():
   rule = Rule(path="**/embed/**", recipe=None)
   assert not left_alone([rule], SIX, parameters=["params/embed/table"])
   with pytest.raises(fp4jax.PolicyError, match="embed"):
-    left_alone([dataclasses.replace(rule, recipe=RNE)], SIX,
-               parameters=["params/embed/table"])
+    left_alone(
+      [dataclasses.replace(rule, recipe=RNE)],
+      SIX,
+      parameters=["params/embed/table"],
+    )
   table, w = weights().T, weights()
   model = lambda p, i: p["embed"]["table"][i] @ p["w"]
   policy = Policy(rules=(Rule(path="embed/**", recipe=None),), default=RNE)
@@ -427,12 +434,10 @@ def test_c13_equal_policies_share_one_trace():
   w, x = weights(), weights().T
   make = lambda last: policies.nemotron(0, last, recipe=RNE, blocks="a/{layer}")
   build = lambda **kwargs: Policy(
-      rules=(
-          Rule(
-              path=["a/**", "b"], layers=slice(0, 2), recipe=None, optional=True
-          ),
-      ),
-      default=dataclasses.replace(RNE, **kwargs),
+    rules=(
+      Rule(path=["a/**", "b"], layers=slice(0, 2), recipe=None, optional=True),
+    ),
+    default=dataclasses.replace(RNE, **kwargs),
   )
   assert build() == build() and hash(build()) == hash(build())
   assert make(1) == make(1) and hash(make(1)) == hash(make(1))
@@ -451,19 +456,24 @@ def test_recipes_are_values(name):
   make = getattr(recipes, name)
   assert make() == make() and hash(make()) == hash(make())
   text = repr(make())
-  scope = {"Recipe": Recipe, "Gemm": Gemm, "Operand": Operand, "Rht": fp4jax.Rht}
+  scope = {
+    "Recipe": Recipe,
+    "Gemm": Gemm,
+    "Operand": Operand,
+    "Rht": fp4jax.Rht,
+  }
   assert eval(text, scope) == make()  # noqa: S307
 
 
 def test_policies_print_and_are_rebuilt_from_their_print():
   policy = policies.nemotron(2, 8)
   scope = {
-      "Policy": Policy,
-      "Rule": Rule,
-      "Recipe": Recipe,
-      "Gemm": Gemm,
-      "Operand": Operand,
-      "Rht": fp4jax.Rht,
+    "Policy": Policy,
+    "Rule": Rule,
+    "Recipe": Recipe,
+    "Gemm": Gemm,
+    "Operand": Operand,
+    "Rht": fp4jax.Rht,
   }
   assert eval(repr(policy), scope) == policy  # noqa: S307
   text = str(Rule(path="a/**", layers=slice(-8, None), recipe=None))
@@ -473,20 +483,20 @@ def test_policies_print_and_are_rebuilt_from_their_print():
 
 
 @pytest.mark.parametrize(
-    "make, match",
-    [
-        (lambda: Rule(path="", recipe=None), r"Rule: path=''.*glob"),
-        (lambda: Rule(path=(), recipe=None), r"Rule: path=\(\).*glob"),
-        (lambda: Rule(path="a", recipe="nvfp4"), r"'nvfp4'.*recipes.nvfp4\(\)"),
-        (lambda: Rule(path="a", recipe=recipes.nvfp4), r"recipes.nvfp4\(\)"),
-        (lambda: Rule(path="a", recipe=None, layers="0"), "layers='0'; use"),
-        (lambda: Rule(path="a", recipe=None, layers=0.5), "layers=0.5; use"),
-        (lambda: Rule(path="a", recipe=None, gemms=("up",)), "fprop, dgrad"),
-        (lambda: Rule(path="a", recipe=None, gemms=()), "fprop, dgrad"),
-        (lambda: Policy(rules=("a",)), "'a' is no Rule; write Rule"),
-        (lambda: Policy(default="nvfp4"), r"'nvfp4'.*recipes.nvfp4\(\)"),
-        (lambda: Policy(default=policies.bf16()), "is no Recipe"),
-    ],
+  "make, match",
+  [
+    (lambda: Rule(path="", recipe=None), r"Rule: path=''.*glob"),
+    (lambda: Rule(path=(), recipe=None), r"Rule: path=\(\).*glob"),
+    (lambda: Rule(path="a", recipe="nvfp4"), r"'nvfp4'.*recipes.nvfp4\(\)"),
+    (lambda: Rule(path="a", recipe=recipes.nvfp4), r"recipes.nvfp4\(\)"),
+    (lambda: Rule(path="a", recipe=None, layers="0"), "layers='0'; use"),
+    (lambda: Rule(path="a", recipe=None, layers=0.5), "layers=0.5; use"),
+    (lambda: Rule(path="a", recipe=None, gemms=("up",)), "fprop, dgrad"),
+    (lambda: Rule(path="a", recipe=None, gemms=()), "fprop, dgrad"),
+    (lambda: Policy(rules=("a",)), "'a' is no Rule; write Rule"),
+    (lambda: Policy(default="nvfp4"), r"'nvfp4'.*recipes.nvfp4\(\)"),
+    (lambda: Policy(default=policies.bf16()), "is no Recipe"),
+  ],
 )
 def test_invalid_fields_say_what_to_write(make, match):
   with pytest.raises(ValueError, match=match):

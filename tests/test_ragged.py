@@ -19,13 +19,13 @@ from fp4jax import ragged
 from fp4jax import recipes
 
 EMPTY_PATTERNS = (
-    (8, 0, 8, 0),
-    (0, 8, 0, 8),
-    (0, 0, 0, 16),
-    (16, 0, 0, 0),
-    (0, 16, 0, 0),
-    (5, 0, 11, 0),
-    (0, 0, 0, 0),
+  (8, 0, 8, 0),
+  (0, 8, 0, 8),
+  (0, 0, 0, 16),
+  (16, 0, 0, 0),
+  (0, 16, 0, 0),
+  (5, 0, 11, 0),
+  (0, 0, 0, 0),
 )
 
 
@@ -44,7 +44,7 @@ def run(recipe):
   def f(x, w, sizes, ct):
     def product(x, w):
       return ragged.ragged_dot(
-          x, w, sizes, recipe=recipe, key=jax.random.key(3)
+        x, w, sizes, recipe=recipe, key=jax.random.key(3)
       )
 
     y, vjp = jax.vjp(product, x, w)
@@ -138,9 +138,9 @@ def test_transform_quantises_experts():
 def test_non_finite_token_reaches_the_output():
   x, w, _ = data()
   y = ragged.ragged_dot(
-      x.at[0, 0].set(jnp.nan),
-      w,
-      jnp.array([4, 4, 4, 4]),
-      recipe=recipes.nvfp4(),
+    x.at[0, 0].set(jnp.nan),
+    w,
+    jnp.array([4, 4, 4, 4]),
+    recipe=recipes.nvfp4(),
   )
   assert np.all(np.isnan(y))
