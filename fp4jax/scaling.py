@@ -1,6 +1,5 @@
 """Absolute maxima, tensor scales and block scales."""
 
-import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import fp4jax
-from fp4jax import policies
 from fp4jax import Policy
-from fp4jax import recipes
 from fp4jax import Rule
+from fp4jax import policies
+from fp4jax import recipes
 
 RNE = recipes.fp8("fp8_e4m3")
 ALL = policies.all_linear(RNE)
@@ -193,9 +193,8 @@ def test_rows_tell_the_truth_layer_by_layer():
   plain = jax.jit(layer_outputs)(params, X)
   for row in table.rows:
     first, last = row.layers or (0, 0)
-    pick = lambda tree: (
-      tree[row.path] if row.layers is None else tree[row.path][first : last + 1]
-    )
+    layers = slice(None) if row.layers is None else slice(first, last + 1)
+    pick = lambda tree, path=row.path, layers=layers: tree[path][layers]
     changed = (pick(got) != pick(plain)).reshape(last - first + 1, -1).any(1)
     assert (changed == row.quantised).all(), row
 

@@ -5,8 +5,8 @@ sides multiply the same numbers and the products are exact in FP32, so they may
 differ by the FP32 accumulation alone: of k products, k - 1 additions, one
 multiplication by the tensor scales and, for BF16 outputs, one cast, each within
 2^-24 (2^-8 for the cast) of a magnitude that the oracle gives. Whatever is not
-a sum is compared bit for bit: layouts that flatten to the same operands, padding,
-keys, zeros, NaN.
+a sum is compared bit for bit: layouts that flatten to the same operands,
+padding, keys, zeros, NaN.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ import fp4jax
 from fp4jax import Gemm
 from fp4jax import Operand
 from fp4jax import Recipe
-from fp4jax import recipes
 from fp4jax import Rht
+from fp4jax import recipes
 from fp4jax import rounding
 from tests import oracle
 
@@ -677,7 +677,7 @@ def keys(kind, count=3):
 
 @pytest.mark.parametrize("kind", ["typed", "raw", "rbg"])
 def test_c01_keys_are_ordinary_arguments(kind):
-  """jit(grad), grad(jit), grad(scan over 3 keys), remat, vmap: the same bits."""
+  """jit(grad), grad(jit), grad(scan of 3 keys), remat, vmap: the same bits."""
   x, w = normal(0, 8, 16), normal(1, 16, 16)
   three = keys(kind)
 

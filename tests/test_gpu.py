@@ -13,9 +13,9 @@ import pytest
 
 import fp4jax
 from fp4jax import Operand
+from fp4jax import Rht
 from fp4jax import policies
 from fp4jax import recipes
-from fp4jax import Rht
 
 
 def gpus():

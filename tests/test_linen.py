@@ -2,8 +2,8 @@
 
 The reference is the same module with ``fp4jax.dot`` injected through flax's own
 ``dot_general`` attributes, or written out where flax has none. Under nearest
-rounding ``quantize(module.apply)`` equals it bit for bit, outputs, gradients and
-mutable collections alike, and differs from the plain module.
+rounding ``quantize(module.apply)`` equals it bit for bit, outputs, gradients
+and mutable collections alike, and differs from the plain module.
 """
 
 import functools
@@ -17,11 +17,11 @@ import pytest
 import fp4jax
 from fp4jax import Gemm
 from fp4jax import Operand
-from fp4jax import policies
 from fp4jax import Policy
 from fp4jax import Recipe
-from fp4jax import recipes
 from fp4jax import Rule
+from fp4jax import policies
+from fp4jax import recipes
 
 RNE = recipes.fp8("fp8_e4m3")
 ALL = policies.all_linear(RNE)
@@ -210,7 +210,7 @@ def test_mutable_collections_and_rngs():
 
 
 def test_d15_nothing_is_added_and_nothing_needs_to_be_mutable():
-  """The init tree is the plain module's; train, then evaluate, mutable=False."""
+  """The init tree is the plain module's; train, evaluate with mutable=False."""
   model = Norm(train=False)
   variables = model.init(jax.random.key(0), X)
   quantised = fp4jax.quantize(model.apply, ALL_SR)

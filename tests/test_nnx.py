@@ -2,8 +2,8 @@
 
 ``quantize(lambda model, x: model(x), policy)`` takes an ``nnx.Module`` or its
 ``(graphdef, state)`` and equals, under nearest rounding and bit for bit, the
-module with ``fp4jax.dot`` injected through flax's ``dot_general`` arguments. State
-that the call writes (BatchNorm, Rngs) arrives as if the plain module had been
+module with ``fp4jax.dot`` injected through flax's ``dot_general`` arguments.
+State that the call writes (BatchNorm, Rngs) arrives as if the plain module had been
 called.
 """
 
@@ -19,11 +19,11 @@ import pytest
 import fp4jax
 from fp4jax import Gemm
 from fp4jax import Operand
-from fp4jax import policies
 from fp4jax import Policy
 from fp4jax import Recipe
-from fp4jax import recipes
 from fp4jax import Rule
+from fp4jax import policies
+from fp4jax import recipes
 
 RNE = recipes.fp8("fp8_e4m3")
 ALL = policies.all_linear(RNE)

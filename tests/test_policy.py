@@ -20,12 +20,12 @@ import pytest
 import fp4jax
 from fp4jax import Gemm
 from fp4jax import Operand
-from fp4jax import policies
 from fp4jax import Policy
-from fp4jax import policy as policy_lib
 from fp4jax import Recipe
-from fp4jax import recipes
 from fp4jax import Rule
+from fp4jax import policies
+from fp4jax import policy as policy_lib
+from fp4jax import recipes
 
 RNE = recipes.fp8("fp8_e4m3")  # No key, and the cheapest to compile.
 OTHER = recipes.mxfp8()
@@ -423,7 +423,7 @@ def test_a_rule_for_parameters_that_no_gemm_reads_is_no_mistake():
 
 
 def test_c13_equal_policies_share_one_trace():
-  """Policies are static arguments: two equal ones, one trace; a changed, two."""
+  """Policies are static arguments: two equal ones, one trace."""
   traces = []
 
   @functools.partial(jax.jit, static_argnums=0)
@@ -462,7 +462,7 @@ def test_recipes_are_values(name):
     "Operand": Operand,
     "Rht": fp4jax.Rht,
   }
-  assert eval(text, scope) == make()  # noqa: S307
+  assert eval(text, scope) == make()
 
 
 def test_policies_print_and_are_rebuilt_from_their_print():
@@ -475,7 +475,7 @@ def test_policies_print_and_are_rebuilt_from_their_print():
     "Operand": Operand,
     "Rht": fp4jax.Rht,
   }
-  assert eval(repr(policy), scope) == policy  # noqa: S307
+  assert eval(repr(policy), scope) == policy
   text = str(Rule(path="a/**", layers=slice(-8, None), recipe=None))
   assert text == '"a/**" layers=[-8:]'
   assert "layers={0, 3}" in str(Rule(path="a", layers={3, 0}, recipe=None))

@@ -1,15 +1,15 @@
 """Contract of ``fp4jax.quantize`` on plain functions.
 
-Each model is written once, over a product ``mm(x, w)``: with ``x @ w`` it is the
-plain model, with ``fp4jax.dot`` of the same recipe it is the model quantised by
+Each model is written once, over a product ``mm(x, w)``: with ``x @ w`` it is
+the plain model, with ``fp4jax.dot`` of the same recipe it is the model quantised by
 hand. Under nearest rounding
 
   quantize(plain, policy)  is  by hand        bit for bit, gradients too,
   quantize(plain, policy)  is not  plain      (the coverage table cannot lie),
   quantize(plain, bf16)    is  plain          one jaxpr apart from names.
 
-Stochastic recipes are compared with the streams of docs/numerics.md: site number,
-loop iteration. Where two sides run GEMMs of other shapes (vmap against a loop,
+Stochastic recipes are compared with the streams of docs/numerics.md: site
+number, loop iteration. Where two sides run GEMMs of other shapes (vmap against a loop,
 four devices against one) sums may be accumulated in another order: 1e-5 of the
 largest magnitude, a thousandth of the quantisation error that is looked for.
 """
@@ -30,12 +30,12 @@ import pytest
 import fp4jax
 from fp4jax import Gemm
 from fp4jax import Operand
-from fp4jax import policies
 from fp4jax import Policy
 from fp4jax import Recipe
+from fp4jax import Rule
+from fp4jax import policies
 from fp4jax import recipes
 from fp4jax import rounding
-from fp4jax import Rule
 
 # FP8 per tensor compiles fastest, and is as visible as NVFP4.
 RNE = recipes.fp8("fp8_e4m3")
@@ -1041,7 +1041,8 @@ for kind in (AxisType.Auto, AxisType.Explicit):
     assert_close(sharded, grads)
 # The same layer partitioned by the compiler.
 mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
-args = [jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in zip((w, x), (P(), P("d")))]
+put = lambda a, s: jax.device_put(a, jax.NamedSharding(mesh, s))
+args = [put(w, P()), put(x, P("d"))]
 (_, ys), sharded = step(one)(*args)
 assert same(np.asarray(ys), np.asarray(y))
 assert_close(sharded, grads)
