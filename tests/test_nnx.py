@@ -3,8 +3,8 @@
 ``quantize(lambda model, x: model(x), policy)`` takes an ``nnx.Module`` or its
 ``(graphdef, state)`` and equals, under nearest rounding and bit for bit, the
 module with ``fp4jax.dot`` injected through flax's ``dot_general`` arguments.
-State that the call writes (BatchNorm, Rngs) arrives as if the plain module had been
-called.
+State that the call writes (BatchNorm, Rngs) arrives as if the plain module had
+been called.
 """
 
 import functools

@@ -1,16 +1,16 @@
 """Contract of ``fp4jax.quantize`` on plain functions.
 
 Each model is written once, over a product ``mm(x, w)``: with ``x @ w`` it is
-the plain model, with ``fp4jax.dot`` of the same recipe it is the model quantised by
-hand. Under nearest rounding
+the plain model, with ``fp4jax.dot`` of the same recipe it is the model
+quantised by hand. Under nearest rounding
 
   quantize(plain, policy)  is  by hand        bit for bit, gradients too,
   quantize(plain, policy)  is not  plain      (the coverage table cannot lie),
   quantize(plain, bf16)    is  plain          one jaxpr apart from names.
 
 Stochastic recipes are compared with the streams of docs/numerics.md: site
-number, loop iteration. Where two sides run GEMMs of other shapes (vmap against a loop,
-four devices against one) sums may be accumulated in another order: 1e-5 of the
+number, loop iteration. Where two sides run GEMMs of other shapes (vmap against
+a loop, four devices against one) sums may be accumulated in another order: 1e-5 of the
 largest magnitude, a thousandth of the quantisation error that is looked for.
 """
 
