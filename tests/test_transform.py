@@ -10,8 +10,9 @@ quantised by hand. Under nearest rounding
 
 Stochastic recipes are compared with the streams of docs/numerics.md: site
 number, loop iteration. Where two sides run GEMMs of other shapes (vmap against
-a loop, four devices against one) sums may be accumulated in another order: 1e-5 of the
-largest magnitude, a thousandth of the quantisation error that is looked for.
+a loop, four devices against one) sums may be accumulated in another order: 1e-5
+of the largest magnitude, a thousandth of the quantisation error that is looked
+for.
 """
 
 import functools
