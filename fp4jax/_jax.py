@@ -41,6 +41,17 @@ def open_jaxpr(jaxpr):
   return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
+def closure(traced) -> tuple[list, list]:
+  """What a ``jax.stages.Traced`` captured: constants, and traced values.
+
+  Traced values (of a ``jit`` or ``grad`` around) are the first inputs of its
+  jaxpr.
+  """
+  everything, _ = traced.closure_convert()
+  count = len(open_jaxpr(traced.jaxpr)[1])
+  return everything[:count], everything[count:]
+
+
 def kind(eqn) -> str:
   """What an equation is: a primitive's name, one name a concept."""
   name = eqn.primitive.name

@@ -41,7 +41,7 @@ def quantize(
     model_fn: a function whose first argument holds the parameters: a pytree, a
       mapping of linen collections (``{"params": ..., "batch_stats": ...}``;
       only "params" are weights), an ``nnx.Module``, or ``(graphdef, state)``
-      of one.
+      of one. A bare array is called "params".
     policy: which recipe each layer follows.
     params_argnums: positions of the arguments that hold the parameters.
     backend: "reference", or None to choose by device.
@@ -166,9 +166,9 @@ class Quantized:
       rounding.key_words(fp4_key)
     call = self._take_apart(args, kwargs)
     traced = call.trace.trace(*call.leaves)
-    program = self._program(traced.jaxpr, call.flows)
-    _, consts = _jax.open_jaxpr(traced.jaxpr)
-    inputs = (consts, call.leaves, fp4_key)
+    consts, captured = _jax.closure(traced)
+    program = self._planned(traced, call.flows, captured)
+    inputs = (consts, [*captured, *call.leaves], fp4_key)
     rewritten = program.jitted.trace(*inputs)
     flat = core.jaxpr_as_fun(rewritten.jaxpr)(*jax.tree.leaves(inputs))
     tree = jax.tree.structure(traced.out_info)
@@ -180,7 +180,13 @@ class Quantized:
   def program(self, args, kwargs) -> _Program:
     """The planned model for these arguments."""
     call = self._take_apart(args, kwargs)
-    return self._program(call.trace.trace(*call.leaves).jaxpr, call.flows)
+    traced = call.trace.trace(*call.leaves)
+    return self._planned(traced, call.flows, _jax.closure(traced)[1])
+
+  def _planned(self, traced, flows, captured) -> _Program:
+    """The program of a traced model; what it captured is data to it."""
+    around = tuple(_flow(value, None) for value in captured)
+    return self._program(traced.jaxpr, (*around, *flows))
 
   def _take_apart(self, args, kwargs) -> _Call:
     for argnum in self.params_argnums:
@@ -335,7 +341,7 @@ def _argument_flows(args_kwargs, params, is_node) -> list[dataflow.Flow]:
     inside = path[0].idx == 0 and path[1].idx in params
     if inside and _has_collections(args[path[1].idx]):
       inside = _path_name(path[2:3]) == "params"
-    name = _path_name(path[2:]) if inside else None
+    name = (_path_name(path[2:]) or "params") if inside else None
     flows += [
       _flow(x, name, variable) for x in jax.tree.leaves(leaf) if _is_array(x)
     ]

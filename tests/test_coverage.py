@@ -333,3 +333,9 @@ def test_coverage_traces_nothing_again():
   assert len(traces) == 1
   with pytest.raises(ValueError, match="the function that quantize returned"):
     fp4jax.coverage(functools.partial(quantised), normal(0, D, 8), X)
+
+
+def test_a_bare_array_of_parameters_has_a_name():
+  f = fp4jax.quantize(lambda w, x: x @ w, policies.all_linear())
+  (row,) = fp4jax.coverage(f, jnp.ones((16, 16)), jnp.ones((2, 16))).rows
+  assert row.path == "params" and row.quantised
