@@ -181,6 +181,8 @@ def _quantize(x, stream, *, operand):
 
 def _encode(x, inverse, limit, fmt, operand, random):
   """Codes of ``x * inverse``; all 0 where ``inverse`` is."""
+  if fmt.element.min_exponent < -8:  # a range that reaches FP32's subnormals
+    x = jnp.where(jnp.abs(x) < scaling.NORMAL, 0.0 * x, x)
   scaled = jnp.clip(x * inverse, -limit, limit)
   scaled = jnp.where(inverse == 0, 0.0, scaled)
   return formats.encode(scaled, fmt.element, random, operand.sr_bits)

@@ -66,6 +66,9 @@ def arrays():
     "student": rng.standard_t(2, normal.shape).astype(np.float32),
     "wide": wide.astype(np.float32),
     "special": special,
+    "mixed": (
+      normal * np.exp2(rng.integers(-45, 0, normal.shape)) * 2.0**-90
+    ).astype(np.float32),
     "tiny": (normal * 1e-33).astype(np.float32),
     "subnormal": (normal * 1e-40).astype(np.float32),
     "huge": (normal * 1e37).astype(np.float32),
