@@ -1,4 +1,4 @@
-"""A model of two blocks, for tests.
+"""A model of three blocks, for tests.
 
 Claim: the whole runner works, from text to report.
 Command: python -m experiments.train --config=configs/tiny.py --workdir=DIR

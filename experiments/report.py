@@ -206,7 +206,7 @@ def _memory(runs: Sequence[Run]) -> figure.Figure:
 
 
 def _speed(runs: Sequence[Run]) -> figure.Figure:
-  new, axes = _axes("Speed", "", "tokens/s")
+  new, axes = _axes("Speed (emulated FP4: no FP4 hardware ran)", "", "tokens/s")
   names = [run.result.recipe for run in runs]
   axes.bar(names, [run.result.tokens_per_second for run in runs])
   return new

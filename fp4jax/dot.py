@@ -145,6 +145,26 @@ def operand_streams(key):
   return jnp.pad(words, ((0, 0), (0, 1)))
 
 
+def once_differentiable(function):
+  """A part of a derivative rule that refuses to be differentiated itself.
+
+  Codes have no slope, so a second derivative through them would be zero,
+  silently.
+  """
+  rule = jax.custom_vjp(function, nondiff_argnums=(0,))
+
+  def refuse(spec, *unused):
+    raise errors.UnsupportedError(
+      f"site {spec.site}: a second derivative through recipe"
+      f" {spec.recipe.name} was asked for, but only first derivatives are"
+      " defined; differentiate the untransformed model twice, or exclude the"
+      f' site with Rule(path="{spec.site}", recipe=None).'
+    )
+
+  rule.defvjp(refuse, refuse)
+  return rule
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _linear(x, w, streams, spec):
   check_key(streams, spec, ("fprop",))
@@ -157,22 +177,34 @@ def _linear(x, w, streams, spec):
   )
 
 
-def _linear_fwd(x, w, streams, spec):
-  check_key(streams, spec, recipes.GEMMS)
+@once_differentiable
+def _linear_forward(spec, x, w, streams):
   fprop, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
   xq = gemm_operand(x, fprop and fprop.lhs, streams, X)
   wq = gemm_operand(w, fprop and fprop.rhs, streams, W)
   y = _gemm(xq, wq, spec.out_dtype, spec.precision)
-  xt = kept_operand(
-    x, xq, wgrad and wgrad.lhs, fprop and fprop.lhs, streams, XT
-  )
-  wt = kept_operand(
-    w, wq, dgrad and dgrad.rhs, fprop and fprop.rhs, streams, WT
-  )
-  return y, (xt, wt, streams)
+  x_forward, w_forward = fprop and fprop.lhs, fprop and fprop.rhs
+  xt = kept_operand(x, xq, wgrad and wgrad.lhs, x_forward, streams, XT)
+  wt = kept_operand(w, wq, dgrad and dgrad.rhs, w_forward, streams, WT)
+  return y, (xt, wt)
+
+
+def _linear_fwd(x, w, streams, spec):
+  check_key(streams, spec, recipes.GEMMS)
+  y, kept = _linear_forward(spec, x, w, streams)
+  return y, (*named(kept), streams)
 
 
 def _linear_bwd(spec, residuals, g):
+  _, _, streams = residuals
+  zero = None
+  if streams is not None:
+    zero = np.zeros(streams.shape, jax.dtypes.float0)
+  return *_linear_gradients(spec, residuals, g), zero
+
+
+@once_differentiable
+def _linear_gradients(spec, residuals, g):
   xt, wt, streams = residuals
   _, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
   dx = _gemm(
@@ -187,10 +219,7 @@ def _linear_bwd(spec, residuals, g):
     wt.array.dtype,
     spec.precision,
   )
-  zero = None
-  if streams is not None:
-    zero = np.zeros(streams.shape, jax.dtypes.float0)
-  return dx, dw, zero
+  return dx, dw
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
@@ -234,6 +263,11 @@ def kept_operand(x, forward, operand, forward_operand, streams, index):
     kept = gemm_operand(
       x, operand, streams, index, transposed=True, packed=True
     )
+  return kept
+
+
+def named(kept):
+  """What a quantised dot keeps, under its ``checkpoint_name``."""
   return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), kept)
 
 

@@ -10,16 +10,19 @@ BLOCKS = (
   *(f"**/{name}*/**" for name in _STACKS[:-1]),
   "**/h/**",
   *(f"**/{name}*_{{layer}}/**" for name in _STACKS[:-1]),
+  *(f"**/{name}{{layer}}/**" for name in _STACKS),
   "**/h_{layer}/**",
 )
 """Usual names of blocks: lists, scanned stacks, numbered modules."""
 
 HEADS = (
-  "**/*head*/**",
+  "**/head/**",
+  "**/*_head/**",
   "**/*[Ee]mbed*/**",
   "**/*logits*/**",
   "**/wte/**",
-  "**/output/**",
+  "output/**",
+  "params/output/**",
 )
 """Usual names of embeddings and output heads."""
 

@@ -287,7 +287,7 @@ def _check_harmless(rule, sites, parameters, known):
   named = [p for s in sites for p in s.paths]
   unread = [p for p in parameters if p not in named]
   hit = any(matches(glob, path) for glob in rule.paths for path in unread)
-  if hit and rule.recipe is None:
+  if hit and rule.recipe is None and rule.layers is None:
     return
   matched = [p for p in named if any(matches(g, p) for g in rule.paths)]
   if matched and not known:

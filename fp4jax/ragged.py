@@ -31,6 +31,8 @@ from fp4jax.dot import X
 from fp4jax.dot import check_key
 from fp4jax.dot import gemm_operand
 from fp4jax.dot import kept_operand
+from fp4jax.dot import named
+from fp4jax.dot import once_differentiable
 from fp4jax.dot import operand_streams
 
 
@@ -96,21 +98,34 @@ def _ragged(x, w, sizes, streams, spec):
   )
 
 
-def _ragged_fwd(x, w, sizes, streams, spec):
-  check_key(streams, spec, recipes.GEMMS)
+@once_differentiable
+def _ragged_forward(spec, x, w, sizes, streams):
   fprop, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
   xq = gemm_operand(x, fprop and fprop.lhs, streams, X)
   wq = gemm_operand(w, fprop and fprop.rhs, streams, W)
   y = _grouped(xq, wq, sizes, spec.out_dtype, spec.precision)
   apart = _apart(x, sizes, wgrad)
   xt = kept_operand(apart, None, wgrad and wgrad.lhs, None, streams, XT)
-  wt = kept_operand(
-    w, wq, dgrad and dgrad.rhs, fprop and fprop.rhs, streams, WT
-  )
-  return y, (xt, wt, sizes, streams)
+  forward = fprop and fprop.rhs
+  wt = kept_operand(w, wq, dgrad and dgrad.rhs, forward, streams, WT)
+  return y, (xt, wt)
+
+
+def _ragged_fwd(x, w, sizes, streams, spec):
+  check_key(streams, spec, recipes.GEMMS)
+  y, kept = _ragged_forward(spec, x, w, sizes, streams)
+  return y, (*named(kept), sizes, streams)
 
 
 def _ragged_bwd(spec, residuals, g):
+  zeros = jax.tree.map(
+    lambda x: np.zeros(x.shape, jax.dtypes.float0), residuals[2:]
+  )
+  return *_ragged_gradients(spec, residuals, g), *zeros
+
+
+@once_differentiable
+def _ragged_gradients(spec, residuals, g):
   xt, wt, sizes, streams = residuals
   _, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
   dx = _grouped(
@@ -123,9 +138,7 @@ def _ragged_bwd(spec, residuals, g):
   apart = _apart(g, sizes, wgrad)
   gt = gemm_operand(apart, wgrad and wgrad.rhs, streams, GT, transposed=True)
   dw = _contract_tokens(gt, xt, sizes, wgrad, wt.array.dtype, spec.precision)
-  integers = (sizes, streams)
-  zeros = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), integers)
-  return dx, dw, *zeros
+  return dx, dw
 
 
 _ragged.defvjp(_ragged_fwd, _ragged_bwd)

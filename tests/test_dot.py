@@ -858,3 +858,21 @@ def test_unknown_sides_and_backends_are_refused():
     fp4jax.dot(x, w, MATMUL, recipe=rne(), backend="pallas")
   with pytest.raises(ValueError, match="reference"):
     fp4jax.dot(x, w, MATMUL, recipe=rne(), backend="cuda")
+
+
+def test_second_derivatives_are_refused_not_zero():
+  """Codes have no slope: grad of grad would be zero, silently."""
+  w, x = normal(0, 16, 16), normal(1, 8, 16)
+  dims = (((1,), (0,)), ((), ()))
+  key = jax.random.key(0)
+
+  def loss(w):
+    y = fp4jax.dot(x, w, dims, recipe=recipes.nvfp4(), key=key, site="up")
+    return (y**2).sum()
+
+  norm = lambda w: (jax.grad(loss)(w) ** 2).sum()
+  assert np.isfinite(norm(w))
+  with pytest.raises(fp4jax.UnsupportedError, match="site up.*second deriv"):
+    jax.grad(norm)(w)
+  with pytest.raises((TypeError, fp4jax.UnsupportedError)):
+    jax.jvp(jax.grad(loss), (w,), (w,))

@@ -507,3 +507,29 @@ def test_an_invalid_glob_is_named():
   rule = Rule(path="a_{layer}/b_{layer}", recipe=None)
   with pytest.raises(ValueError, match=r"a_\{layer\}.*no valid pattern"):
     left_alone([rule], SIX)
+
+
+class _Site:
+  """A linear layer outside of any stack."""
+
+  scanned, positions = False, 1
+
+  def __init__(self, path):
+    self.paths = (path,)
+
+
+def test_presets_do_not_take_a_norm_for_a_block():
+  """``LayerNorm_0`` is no GEMM: blocks that match it alone are no blocks."""
+  sites = [_Site(f"cell_{i}/up/kernel") for i in range(4)]
+  parameters = [f"cell_{i}/LayerNorm_0/scale" for i in range(4)]
+  with pytest.raises(fp4jax.PolicyError, match="first block"):
+    policy_lib.resolve(policies.nemotron(1, 1), sites, parameters)
+
+
+def test_presets_know_numbered_blocks_and_not_attention_heads():
+  sites = [
+    _Site(f"block{i}/multi_head_attention/query/kernel") for i in range(4)
+  ]
+  decisions = policy_lib.resolve(policies.nemotron(1, 1), sites)
+  quantised = [d[0].recipe.quantises for d in decisions]
+  assert quantised == [False, True, True, False]
