@@ -163,6 +163,19 @@ def varying_axes(x) -> tuple[str, ...]:
   return tuple(axis for axis in mesh.axis_names if axis in varying)
 
 
+def default_device():
+  """The device that computations without a placement run on."""
+  device = jax.config.jax_default_device
+  if device is None:
+    return jax.devices()[0]
+  return jax.devices(device)[0] if isinstance(device, str) else device
+
+
+def device_count() -> int:
+  """Devices of the default device's platform in this process and others."""
+  return len(jax.devices(default_device().platform))
+
+
 def given_shardings(shardings) -> tuple | None:
   """A jit's shardings, or None where the user gave none."""
   named = [s if hasattr(s, "device_set") else None for s in shardings]

@@ -1,37 +1,98 @@
 """Backends: which one serves a recipe on this device, and why not."""
 
+from typing import NamedTuple
+
+from fp4jax import _jax
 from fp4jax import errors
 from fp4jax import recipes
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "pallas", "pallas_interpret")
+_FORMATS = ("nvfp4", "nvfp4_fp8_exact")
+_CAPABILITY = (9, 0)
 
 
-def check(recipe: recipes.Recipe, backend: str | None = None) -> str:
+class Choice(NamedTuple):
+  """The backend that serves a recipe, and the reason."""
+
+  name: str
+  reason: str
+
+
+def check(recipe: recipes.Recipe, backend: str | None = None) -> Choice:
   """The backend that serves ``recipe``, asked beforehand.
 
   Args:
     recipe: the recipe to serve.
-    backend: a name in ``BACKENDS``, or None to choose.
+    backend: "pallas", kernels for NVIDIA GPUs of compute capability 9.0 and
+      later; "reference", ``jax.numpy`` on any device; "pallas_interpret", the
+      kernels run slowly on a CPU, for tests; None takes the kernels where they
+      can serve and there is one device to serve, else the reference. All give
+      the same bits.
 
   Returns:
-    The backend's name.
+    The backend's name, and why it was chosen.
 
   Raises:
     UnsupportedError: the backend is not there or cannot serve the recipe.
     ValueError: no backend has that name.
 
-  >>> check(recipes.nvfp4())
+  >>> check(recipes.nvfp4(), "reference").name
   'reference'
   """
-  if backend == "pallas":
-    raise errors.UnsupportedError(
-      f"backend 'pallas' was asked for recipe {recipe.name}, but this version"
-      " has no Pallas kernels; use backend='reference', which computes the"
-      " same bits on every device."
-    )
   if backend not in (None, *BACKENDS):
     raise ValueError(
       f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)},"
       " or None to choose by device."
     )
-  return "reference"
+  if backend == "reference":
+    return Choice("reference", "it was asked for")
+  obstacle = _unserved(recipe)
+  if backend != "pallas_interpret":
+    obstacle = obstacle or _device_obstacle()
+  if backend is not None:
+    if obstacle:
+      raise errors.UnsupportedError(
+        f"backend {backend!r} was asked for recipe {recipe.name}, but"
+        f" {obstacle}; use backend='reference', which computes the same bits on"
+        " every device."
+      )
+    return Choice(backend, "it was asked for")
+  if obstacle is None and _jax.device_count() > 1:
+    obstacle = "the kernels do not yet follow the sharding of several devices"
+  if obstacle:
+    return Choice("reference", obstacle)
+  return Choice("pallas", "the device and the recipe have kernels")
+
+
+def _unserved(recipe: recipes.Recipe) -> str | None:
+  """What of a recipe has no kernel."""
+  for name in recipes.GEMMS:
+    gemm = getattr(recipe, name)
+    for operand in (gemm.lhs, gemm.rhs) if gemm else ():
+      if operand.format not in _FORMATS:
+        return f"{name} has the format {operand.format}, which has no kernel"
+      if operand.rht is not None and operand.rht.size != 16:
+        return f"{name} rotates {operand.rht.size} elements, not 16"
+      if operand.rht is not None and operand.block[0] != 1:
+        return f"{name} rotates an operand of square blocks"
+  return None
+
+
+def _device_obstacle() -> str | None:
+  """Why the kernels cannot run on the default device."""
+  device = _jax.default_device()
+  if device.platform not in ("gpu", "cuda"):
+    return (
+      f"the device is {device.device_kind!r}, and the kernels need an NVIDIA"
+      " GPU of compute capability 9.0 or later"
+    )
+  capability = getattr(device, "compute_capability", None)
+  if capability is None or "." not in str(capability):
+    return f"the device {device.device_kind!r} says no compute capability"
+  major, minor = map(int, str(capability).split("."))
+  if (major, minor) < _CAPABILITY:
+    return (
+      f"the device {device.device_kind!r} has compute capability {capability},"
+      " and the kernels need 9.0 or later"
+    )
+  return None

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -133,7 +134,7 @@ def quantize_array(
     tensor_scale=tensor_scale,
     format=operand.format,
     block=operand.block if fmt.block else (1, 1),
-    shape=_rotated_shape(moved.shape, operand.rht),
+    shape=rotated_shape(moved.shape, operand.rht),
     axis=axis,
     dtype=x.dtype,
     packed=False,
@@ -141,7 +142,8 @@ def quantize_array(
   return quantised.pack() if packed else quantised
 
 
-def _rotated_shape(shape, rht):
+def rotated_shape(shape, rht):
+  """A shape whose last axis is padded to the rotation."""
   if rht is None:
     return shape
   return (*shape[:-1], -(-shape[-1] // rht.size) * rht.size)
@@ -154,8 +156,8 @@ def _quantize(x, stream, *, operand):
   x = scaling.read(x)
   x = hadamard.rht(x, operand.rht) if operand.rht else x
   x = hadamard.pad_last(x, fmt.block or 1)
-  block_amax = _block_amax(x, operand.block) if fmt.block else x
-  amax = scaling.operand_amax(block_amax)
+  tops = block_amax(x, operand.block) if fmt.block else x
+  amax = scaling.operand_amax(tops)
   finite = jnp.isfinite(amax)
   random = None
   if operand.rounding == "sr":
@@ -167,15 +169,13 @@ def _quantize(x, stream, *, operand):
     codes = _encode(x, per_element, fmt.element.max, fmt, operand, random)
     scales, decode = None, scaling.divide(1.0, encode)
   else:
-    live = (block_amax >= scaling.SMALLEST) & finite[..., None, None]
-    block_amax = jnp.where(live, block_amax, 0.0)
+    live = (tops >= scaling.SMALLEST) & finite[..., None, None]
+    tops = jnp.where(live, tops, 0.0)
     if fmt.scale == "e8m0":
-      codes, scales = _microscale(x, block_amax, fmt, operand, random)
+      codes, scales = _microscale(x, tops, fmt, operand, random)
       decode = jnp.ones_like(amax)
     else:
-      codes, scales, decode = _two_level(
-        x, amax, block_amax, fmt, operand, random
-      )
+      codes, scales, decode = _two_level(x, amax, tops, fmt, operand, random)
   return codes, scales, jnp.where(finite, decode, jnp.nan)
 
 
@@ -196,9 +196,9 @@ def _encode_blocks(x, inverse, limit, fmt, operand, random):
   return _encode(x, spread, limit, fmt, operand, random)
 
 
-def _microscale(x, block_amax, fmt, operand, random):
+def _microscale(x, tops, fmt, operand, random):
   """OCP MX: power-of-two block scales, no tensor scale."""
-  scales = formats.encode_e8m0(block_amax, fmt.element.max)
+  scales = formats.encode_e8m0(tops, fmt.element.max)
   # 2**-e, and 0 for the code of a zero block.
   pattern = jnp.where(scales == 0, 0, 254 - scales.astype(jnp.uint32)) << 23
   inverse = formats.bits_float(pattern)
@@ -206,16 +206,43 @@ def _microscale(x, block_amax, fmt, operand, random):
   return _encode_blocks(x, inverse, limit, fmt, operand, random), scales
 
 
-def _two_level(x, amax, block_amax, fmt, operand, random):
+class TwoLevelScale(NamedTuple):
+  """What an operand's amax says about the scales of its blocks.
+
+  Attributes:
+    encode: float32 [*batch], multiplies values.
+    decode: its reciprocal, the tensor scale.
+    per_block: multiplies a block's amax, to give its scale.
+    block_max: the largest block scale.
+  """
+
+  encode: Any
+  decode: Any
+  per_block: Any
+  block_max: float
+
+
+def two_level_scale(amax, operand: "recipes.Operand") -> TwoLevelScale:
+  """The scales of an operand of the float32 amax [*batch]."""
+  fmt = formats.FORMATS[operand.format]
+  six = operand.four_over_six
+  block_max = 256.0 if six and fmt.scale == "e4m3" else fmt.scale_max
+  guard = operand.scale_guard
+  encode = scaling.encode_scale(amax, 6 * block_max * guard)
+  return TwoLevelScale(
+    encode,
+    scaling.divide(1.0, encode),
+    encode * np.float32(1 / (6 * guard)),
+    block_max,
+  )
+
+
+def _two_level(x, amax, tops, fmt, operand, random):
   """NVFP4: E4M3 block scales under a float32 tensor scale."""
   six = operand.four_over_six
-  scale_max = 256.0 if six and fmt.scale == "e4m3" else fmt.scale_max
-  guard = operand.scale_guard
-  encode = scaling.encode_scale(amax, 6 * scale_max * guard)
-  decode = scaling.divide(1.0, encode)
-  per_block = (encode * np.float32(1 / (6 * guard)))[..., None, None]
-  v = block_amax * per_block
-  v = jnp.where((block_amax == 0) | (v < scaling.NORMAL), 0.0, v)
+  encode, decode, per_block, scale_max = two_level_scale(amax, operand)
+  v = tops * per_block[..., None, None]
+  v = jnp.where((tops == 0) | (v < scaling.NORMAL), 0.0, v)
 
   def candidate(v, limit):
     scales = scaling.encode_block_scale(v, fmt.scale, operand.rounding)
@@ -270,7 +297,7 @@ def _pairwise_sum(x):
   return x[..., 0]
 
 
-def _block_amax(x, block):
+def block_amax(x, block):
   """[*batch, m, k] to [*batch, m or m blocks, blocks] amax."""
   rows, width = block
   *lead, m, k = x.shape

@@ -25,6 +25,7 @@ import numpy as np
 from fp4jax import backends
 from fp4jax import block_scaled
 from fp4jax import errors
+from fp4jax import kernels
 from fp4jax import recipes
 from fp4jax import rounding
 
@@ -44,6 +45,12 @@ class Spec:
   out_dtype: Any
   precision: Any
   site: str
+  backend: str
+
+  @property
+  def interpret(self) -> bool:
+    """Whether kernels run on a CPU."""
+    return self.backend == "pallas_interpret"
 
 
 def dot(
@@ -72,7 +79,7 @@ def dot(
     weight: "rhs" or "lhs", the side that holds the weight.
     precision: of GEMMs that the recipe leaves alone.
     preferred_element_type: the output's dtype, as ``dot_general``'s.
-    backend: "reference", or None to choose by device.
+    backend: a name in ``backends.BACKENDS``, or None to choose by device.
     site: name for errors.
 
   Returns:
@@ -98,7 +105,7 @@ def dot(
       )
   if weight not in ("lhs", "rhs"):
     raise ValueError(f"{site}: weight={weight!r}; use 'lhs' or 'rhs'.")
-  backends.check(recipe, backend)
+  backend = backends.check(recipe, backend).name
   out = jax.eval_shape(
     lambda lhs, rhs: lax.dot_general(
       lhs,
@@ -109,7 +116,7 @@ def dot(
     lhs,
     rhs,
   )
-  spec = Spec(recipe, out.dtype, precision, site)
+  spec = Spec(recipe, out.dtype, precision, site, backend)
   streams = None if key is None else operand_streams(key)
   (lc, rc), (lb, rb) = dimension_numbers
   if weight == "rhs":
@@ -169,24 +176,19 @@ def once_differentiable(function):
 def _linear(x, w, streams, spec):
   check_key(streams, spec, ("fprop",))
   gemm = spec.recipe.fprop
-  return _gemm(
-    gemm_operand(x, gemm and gemm.lhs, streams, X),
-    gemm_operand(w, gemm and gemm.rhs, streams, W),
-    spec.out_dtype,
-    spec.precision,
-  )
+  (xq,) = gemm_operands(x, [Use(gemm and gemm.lhs, X)], streams, spec)
+  (wq,) = gemm_operands(w, [Use(gemm and gemm.rhs, W)], streams, spec)
+  return _gemm(xq, wq, spec.out_dtype, spec)
 
 
 @once_differentiable
 def _linear_forward(spec, x, w, streams):
   fprop, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
-  xq = gemm_operand(x, fprop and fprop.lhs, streams, X)
-  wq = gemm_operand(w, fprop and fprop.rhs, streams, W)
-  y = _gemm(xq, wq, spec.out_dtype, spec.precision)
-  x_forward, w_forward = fprop and fprop.lhs, fprop and fprop.rhs
-  xt = kept_operand(x, xq, wgrad and wgrad.lhs, x_forward, streams, XT)
-  wt = kept_operand(w, wq, dgrad and dgrad.rhs, w_forward, streams, WT)
-  return y, (xt, wt)
+  uses = Use(fprop and fprop.lhs, X), Use(wgrad and wgrad.lhs, XT, kept=True)
+  xq, xt = gemm_operands(x, uses, streams, spec)
+  uses = Use(fprop and fprop.rhs, W), Use(dgrad and dgrad.rhs, WT, kept=True)
+  wq, wt = gemm_operands(w, uses, streams, spec)
+  return _gemm(xq, wq, spec.out_dtype, spec), (xt, wt)
 
 
 def _linear_fwd(x, w, streams, spec):
@@ -207,18 +209,10 @@ def _linear_bwd(spec, residuals, g):
 def _linear_gradients(spec, residuals, g):
   xt, wt, streams = residuals
   _, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
-  dx = _gemm(
-    gemm_operand(g, dgrad and dgrad.lhs, streams, G),
-    wt,
-    xt.array.dtype,
-    spec.precision,
-  )
-  dw = _gemm(
-    gemm_operand(g, wgrad and wgrad.rhs, streams, GT, transposed=True),
-    xt,
-    wt.array.dtype,
-    spec.precision,
-  )
+  uses = Use(dgrad and dgrad.lhs, G), Use(wgrad and wgrad.rhs, GT)
+  gq, gt = gemm_operands(g, uses, streams, spec)
+  dx = _gemm(gq, wt, xt.array.dtype, spec)
+  dw = _gemm(gt, xt, wt.array.dtype, spec)
   return dx, dw
 
 
@@ -227,43 +221,134 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=("array",),
+  data_fields=("array", "decoded_scale"),
   meta_fields=("contract",),
 )
 @dataclasses.dataclass(frozen=True)
 class GemmOperand:
-  """An array or a ``BlockScaled``, and the axis that its GEMM contracts."""
+  """One operand of a GEMM.
+
+  Attributes:
+    array: [*batch, rows, columns] as the model wrote it, decoded BF16 values,
+      or the codes of a ``BlockScaled``.
+    contract: the axis that is contracted, -1 or -2.
+    decoded_scale: the tensor scale [*batch] of decoded values.
+  """
 
   array: Any
   contract: int
+  decoded_scale: Any = None
+
+  @property
+  def scale(self):
+    """The tensor scale [*batch] of a quantised operand, else None."""
+    if isinstance(self.array, block_scaled.BlockScaled):
+      return self.array.tensor_scale
+    return self.decoded_scale
+
+  def values(self, spec: Spec):
+    """What the GEMM multiplies."""
+    if not isinstance(self.array, block_scaled.BlockScaled):
+      return self.array
+    if spec.backend == "reference" or not self.array.packed:
+      return self.array.decode()
+    return kernels.decode(self.array, interpret=spec.interpret)
 
 
-def gemm_operand(x, operand, streams, index, transposed=False, packed=False):
-  """Quantises ``x`` along the axis that is contracted; None leaves it alone."""
-  axis = -2 if transposed else -1
-  if operand is None:
-    return GemmOperand(x, axis)
-  stream = streams[index] if operand.rounding == "sr" else None
-  quantised = block_scaled.quantize_array(
-    x, operand, stream, axis=axis, packed=packed
+@dataclasses.dataclass(frozen=True)
+class Use:
+  """What becomes of an array in one of its GEMMs.
+
+  Attributes:
+    operand: how it is quantised; None leaves it alone.
+    place: which of the six operands it is.
+    kept: whether it waits for the backward pass.
+  """
+
+  operand: recipes.Operand | None
+  place: int
+  kept: bool = False
+
+  @property
+  def transposed(self) -> bool:
+    """Whether the GEMM contracts the axis before the last."""
+    return self.place in (XT, WT, GT)
+
+
+def gemm_operands(x, uses, streams, spec) -> list[GemmOperand]:
+  """An array as the operand of each of its GEMMs.
+
+  Args:
+    x: [*batch, rows, columns].
+    uses: one of a GEMM that contracts the columns, one of a GEMM that contracts
+      the rows, or both in this order.
+    streams: of all operands, None without a key.
+    spec: recipe and backend.
+
+  Returns:
+    An operand for each use.
+  """
+  first, second = uses[0], uses[1] if len(uses) > 1 else None
+  if second is not None and _shared(first, second):
+    (array,) = _quantised(x, [first], streams, spec, packed=True)
+    codes, operand = array
+    return [operand, GemmOperand(codes, -2)]
+  quantised = [u for u in uses if u.operand is not None]
+  made = dict(
+    zip(quantised, _quantised(x, quantised, streams, spec), strict=True)
   )
-  return GemmOperand(quantised, -1)
+  return [
+    made[u][1] if u in made else GemmOperand(x, -2 if u.transposed else -1)
+    for u in uses
+  ]
 
 
-def kept_operand(x, forward, operand, forward_operand, streams, index):
-  """The backward GEMM's operand, transposed, from the forward pass."""
-  if (
-    operand is not None and operand == forward_operand and operand.transposable
-  ):
-    array = forward.array
-    if isinstance(array, block_scaled.BlockScaled):
-      array = array.pack()
-    kept = GemmOperand(array, -2)
-  else:
-    kept = gemm_operand(
-      x, operand, streams, index, transposed=True, packed=True
+def _shared(first: Use, second: Use) -> bool:
+  """Whether the codes of one direction are those of the other, transposed."""
+  operand = first.operand
+  return (
+    operand is not None and operand == second.operand and operand.transposable
+  )
+
+
+def _quantised(x, uses, streams, spec, packed=False):
+  """Codes, where they are kept or ``packed``, and operand of each use."""
+  if not uses:
+    return []
+  served = x.size and all(kernels.serves(u.operand, u.transposed) for u in uses)
+  if spec.backend == "reference" or not served:
+    return [_by_reference(x, u, streams, packed) for u in uses]
+  requests: list = [None, None]
+  stream: list = [None, None]
+  for use in uses:
+    kept = use.kept or packed
+    requests[use.transposed] = kernels.Request(
+      use.operand, packed=kept, decoded=not use.kept
     )
-  return kept
+    if use.operand.rounding == "sr":
+      stream[use.transposed] = streams[use.place]
+  rows, columns = requests
+  results = kernels.quantize(x, rows, columns, stream, interpret=spec.interpret)
+  out = []
+  for use in uses:
+    codes, decoded, scale = results[use.transposed] or (None, None, None)
+    kept = GemmOperand(codes, -1)
+    contract = -2 if use.transposed else -1
+    operand = kept if use.kept else GemmOperand(decoded, contract, scale)
+    out.append((codes, operand))
+  return out
+
+
+def _by_reference(x, use, streams, packed):
+  stream = streams[use.place] if use.operand.rounding == "sr" else None
+  codes = block_scaled.quantize_array(
+    x,
+    use.operand,
+    stream,
+    axis=-2 if use.transposed else -1,
+    packed=use.kept,
+  )
+  return codes.pack() if packed else codes, GemmOperand(codes, -1)
 
 
 def named(kept):
@@ -271,24 +356,22 @@ def named(kept):
   return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), kept)
 
 
-def _gemm(lhs: GemmOperand, rhs: GemmOperand, dtype, precision):
-  """[*batch, m, n] product of two K-major operands."""
-  quantised = isinstance(lhs.array, block_scaled.BlockScaled)
-  left, right = lhs.array, rhs.array
-  if quantised:  # decoded operands are exact in BF16
-    left, right, precision = left.decode(), right.decode(), None
+def _gemm(lhs: GemmOperand, rhs: GemmOperand, dtype, spec):
+  """[*batch, m, n] product of two operands, each contracted where it says."""
+  quantised = lhs.scale is not None
+  left, right = lhs.values(spec), rhs.values(spec)
   batch = tuple(range(left.ndim - 2))
   contract = ((left.ndim + lhs.contract,), (right.ndim + rhs.contract,))
   y = lax.dot_general(
     left,
     right,
     (contract, (batch, batch)),
-    precision=precision,
+    # Decoded operands are exact in BF16.
+    precision=None if quantised else spec.precision,
     preferred_element_type=jnp.float32 if quantised else dtype,
   )
   if quantised:
-    scale = lhs.array.tensor_scale * rhs.array.tensor_scale
-    y = y * scale[..., None, None]
+    y = y * (lhs.scale * rhs.scale)[..., None, None]
   return y.astype(dtype)
 
 

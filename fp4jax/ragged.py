@@ -20,17 +20,16 @@ import numpy as np
 from fp4jax import backends
 from fp4jax import formats
 from fp4jax import recipes
-from fp4jax.block_scaled import BlockScaled
 from fp4jax.dot import GT
 from fp4jax.dot import WT
 from fp4jax.dot import XT
 from fp4jax.dot import G
 from fp4jax.dot import Spec
+from fp4jax.dot import Use
 from fp4jax.dot import W
 from fp4jax.dot import X
 from fp4jax.dot import check_key
-from fp4jax.dot import gemm_operand
-from fp4jax.dot import kept_operand
+from fp4jax.dot import gemm_operands
 from fp4jax.dot import named
 from fp4jax.dot import once_differentiable
 from fp4jax.dot import operand_streams
@@ -58,7 +57,7 @@ def ragged_dot(
     key: as of ``fp4jax.dot``.
     preferred_element_type: the output's dtype.
     precision: of GEMMs that the recipe leaves alone.
-    backend: "reference", or None to choose by device.
+    backend: a name in ``backends.BACKENDS``, or None to choose by device.
     site: name for errors.
 
   Returns:
@@ -77,9 +76,9 @@ def ragged_dot(
   for name, x in (("lhs", lhs), ("rhs", rhs)):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       raise ValueError(f"{site}: {name} has dtype {x.dtype}, needed a float.")
-  backends.check(recipe, backend)
+  backend = backends.check(recipe, backend).name
   dtype = np.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
-  spec = Spec(recipe, dtype, precision, site)
+  spec = Spec(recipe, dtype, precision, site, backend)
   streams = None if key is None else operand_streams(key)
   return _ragged(lhs, jnp.swapaxes(rhs, 1, 2), group_sizes, streams, spec)
 
@@ -89,25 +88,20 @@ def _ragged(x, w, sizes, streams, spec):
   """x [m, k], w [g, n, k]."""
   check_key(streams, spec, ("fprop",))
   gemm = spec.recipe.fprop
-  return _grouped(
-    gemm_operand(x, gemm and gemm.lhs, streams, X),
-    gemm_operand(w, gemm and gemm.rhs, streams, W),
-    sizes,
-    spec.out_dtype,
-    spec.precision,
-  )
+  (xq,) = gemm_operands(x, [Use(gemm and gemm.lhs, X)], streams, spec)
+  (wq,) = gemm_operands(w, [Use(gemm and gemm.rhs, W)], streams, spec)
+  return _grouped(xq, wq, sizes, spec.out_dtype, spec)
 
 
 @once_differentiable
 def _ragged_forward(spec, x, w, sizes, streams):
   fprop, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
-  xq = gemm_operand(x, fprop and fprop.lhs, streams, X)
-  wq = gemm_operand(w, fprop and fprop.rhs, streams, W)
-  y = _grouped(xq, wq, sizes, spec.out_dtype, spec.precision)
-  apart = _apart(x, sizes, wgrad)
-  xt = kept_operand(apart, None, wgrad and wgrad.lhs, None, streams, XT)
-  forward = fprop and fprop.rhs
-  wt = kept_operand(w, wq, dgrad and dgrad.rhs, forward, streams, WT)
+  (xq,) = gemm_operands(x, [Use(fprop and fprop.lhs, X)], streams, spec)
+  uses = Use(fprop and fprop.rhs, W), Use(dgrad and dgrad.rhs, WT, kept=True)
+  wq, wt = gemm_operands(w, uses, streams, spec)
+  y = _grouped(xq, wq, sizes, spec.out_dtype, spec)
+  use = Use(wgrad and wgrad.lhs, XT, kept=True)
+  (xt,) = gemm_operands(_apart(x, sizes, wgrad), [use], streams, spec)
   return y, (xt, wt)
 
 
@@ -128,16 +122,11 @@ def _ragged_bwd(spec, residuals, g):
 def _ragged_gradients(spec, residuals, g):
   xt, wt, sizes, streams = residuals
   _, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
-  dx = _grouped(
-    gemm_operand(g, dgrad and dgrad.lhs, streams, G),
-    wt,
-    sizes,
-    xt.array.dtype,
-    spec.precision,
-  )
-  apart = _apart(g, sizes, wgrad)
-  gt = gemm_operand(apart, wgrad and wgrad.rhs, streams, GT, transposed=True)
-  dw = _contract_tokens(gt, xt, sizes, wgrad, wt.array.dtype, spec.precision)
+  (gq,) = gemm_operands(g, [Use(dgrad and dgrad.lhs, G)], streams, spec)
+  dx = _grouped(gq, wt, sizes, xt.array.dtype, spec)
+  use = Use(wgrad and wgrad.rhs, GT)
+  (gt,) = gemm_operands(_apart(g, sizes, wgrad), [use], streams, spec)
+  dw = _contract_tokens(gt, xt, sizes, wgrad, wt.array.dtype, spec)
   return dx, dw
 
 
@@ -177,46 +166,38 @@ def _apart(x, sizes, gemm):
   )
 
 
-def _grouped(lhs, rhs, sizes, dtype, precision):
+def _grouped(lhs, rhs, sizes, dtype, spec):
   """[m, n] product of tokens and their experts' weights."""
-  if not isinstance(lhs.array, BlockScaled):
-    w = rhs.array if rhs.contract == -2 else jnp.swapaxes(rhs.array, 1, 2)
-    return lax.ragged_dot(
-      lhs.array, w, sizes, precision, preferred_element_type=dtype
-    )
-  left, right = lhs.array.decode(), rhs.array.decode()
+  left, right = lhs.values(spec), rhs.values(spec)
   right = right if rhs.contract == -2 else jnp.swapaxes(right, 1, 2)
+  if lhs.scale is None:
+    return lax.ragged_dot(
+      left, right, sizes, spec.precision, preferred_element_type=dtype
+    )
   y = lax.ragged_dot(left, right, sizes, preferred_element_type=jnp.float32)
   m = left.shape[0]
-  scale = lhs.array.tensor_scale * rhs.array.tensor_scale
-  row_scale = jnp.repeat(scale, sizes, total_repeat_length=m)
+  row_scale = jnp.repeat(lhs.scale * rhs.scale, sizes, total_repeat_length=m)
   valid = jnp.arange(m) < jnp.sum(sizes)
   return jnp.where(valid[:, None], y * row_scale[:, None], 0.0).astype(dtype)
 
 
-def _contract_tokens(gt, xt, sizes, gemm, dtype, precision):
+def _contract_tokens(gt, xt, sizes, gemm, dtype, spec):
   """[g, n, k] product over each expert's tokens."""
   numbers = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=(0,),
     rhs_group_dimensions=(),
   )
-  sizes = _padded(sizes, _padding(gemm))
-  if not isinstance(gt.array, BlockScaled):
-    return lax.ragged_dot_general(
-      gt.array,
-      xt.array,
-      sizes,
-      numbers,
-      precision=precision,
-      preferred_element_type=dtype,
-    ).astype(dtype)
+  quantised = gt.scale is not None
   left, right = (
-    x.array.decode() if x.contract == -2 else x.array.decode().T
-    for x in (gt, xt)
+    x.values(spec) if x.contract == -2 else x.values(spec).T for x in (gt, xt)
   )
   y = lax.ragged_dot_general(
-    left, right, sizes, numbers, preferred_element_type=jnp.float32
+    left,
+    right,
+    _padded(sizes, _padding(gemm)),
+    numbers,
+    precision=None if quantised else spec.precision,
+    preferred_element_type=jnp.float32 if quantised else dtype,
   )
-  scale = gt.array.tensor_scale * xt.array.tensor_scale
-  return (y * scale).astype(dtype)
+  return (y * (gt.scale * xt.scale) if quantised else y).astype(dtype)

@@ -44,7 +44,7 @@ def quantize(
       of one. A bare array is called "params".
     policy: which recipe each layer follows.
     params_argnums: positions of the arguments that hold the parameters.
-    backend: "reference", or None to choose by device.
+    backend: a name in ``backends.BACKENDS``, or None to choose by device.
 
   Returns:
     A function of the same signature, plus ``fp4_key=``: a PRNG key, needed

@@ -1,0 +1,271 @@
+"""The Pallas backend: operands quantised and decoded by ``pallas_kernels``.
+
+Sizes are padded here to what the kernels' tiles divide, which costs a copy
+where they do not; batch elements are mapped over. An operand that is quantised
+in both directions, as activations and gradients are, is read once for its amax
+and its rotation's, and once to be quantised.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fp4jax import block_scaled
+from fp4jax import formats
+from fp4jax import recipes
+from fp4jax import scaling
+from pallas_kernels import amax as amax_kernel
+from pallas_kernels import compat
+from pallas_kernels import decode as decode_kernel
+from pallas_kernels import quantize as quantize_kernel
+from pallas_kernels import registers
+
+BLOCK = quantize_kernel.BLOCK
+_ROW_ELEMENTS = 2048  # m k of rows must be a multiple
+
+
+class Request(NamedTuple):
+  """How one direction of an operand is quantised.
+
+  Attributes:
+    operand: the recipe's.
+    packed: whether codes are wanted.
+    decoded: whether decoded values are wanted.
+  """
+
+  operand: recipes.Operand
+  packed: bool
+  decoded: bool
+
+
+class Result(NamedTuple):
+  """What a request gives, None for what it did not ask for.
+
+  Attributes:
+    codes: a packed ``BlockScaled``, the contraction axis last.
+    decoded: BF16 codes times block scales in the operand's own layout; a
+      contraction axis that is rotated is padded to the rotation.
+    tensor_scale: float32 [*batch].
+  """
+
+  codes: block_scaled.BlockScaled | None
+  decoded: jax.Array | None
+  tensor_scale: jax.Array
+
+
+def serves(operand: recipes.Operand, transposed: bool) -> bool:
+  """Whether a kernel quantises the operand, along columns if ``transposed``.
+
+  Square blocks along columns, and those that choose between amax to 6 and to 4
+  by an error over several rows, have none. Only weights have square blocks: the
+  reference quantises them.
+  """
+  square = operand.block[0] > 1
+  return not (square and (transposed or operand.four_over_six))
+
+
+def quantize(
+  x,
+  rows: Request | None = None,
+  columns: Request | None = None,
+  streams=(None, None),
+  *,
+  interpret: bool = False,
+) -> tuple[Result | None, Result | None]:
+  """Quantises an operand along its last axis, the one before, or both.
+
+  Args:
+    x: [*batch, m, k] float, no axis empty.
+    rows: contracts k.
+    columns: contracts m.
+    streams: uint32 [3] of each request that rounds stochastically, see
+      ``rounding.site_stream``.
+    interpret: run the kernels on a CPU.
+
+  Returns:
+    The results of both requests.
+  """
+  arrays = _quantize_batch(
+    x, streams, rows=rows, columns=columns, interpret=interpret
+  )
+  *batch, m, k = x.shape
+  shapes = (*batch, m, k), (*batch, k, m)
+  results: list = []
+  for request, axis, shape, out in zip(
+    (rows, columns), (-1, -2), shapes, arrays, strict=True
+  ):
+    if request is None:
+      results.append(None)
+      continue
+    codes, scales, decoded, tensor_scale = out
+    operand = request.operand
+    if request.packed:
+      codes = block_scaled.BlockScaled(
+        codes=codes,
+        scales=scales,
+        tensor_scale=tensor_scale,
+        format=operand.format,
+        block=operand.block,
+        shape=block_scaled.rotated_shape(shape, operand.rht),
+        axis=axis,
+        dtype=x.dtype,
+        packed=True,
+      )
+    results.append(Result(codes, decoded, tensor_scale))
+  return results[0], results[1]
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "columns", "interpret"))
+def _quantize_batch(x, streams, *, rows, columns, interpret):
+  """``_quantize`` of each batch element."""
+  if x.dtype not in (jnp.bfloat16, jnp.float32):
+    x = scaling.read(x)
+  batch = x.shape[:-2]
+  flat = x.reshape(-1, *x.shape[-2:])
+
+  def one(x, index):
+    return _quantize(x, index, streams, rows, columns, interpret)
+
+  if flat.shape[0] == 1:
+    out = one(flat[0], jnp.uint32(0))
+    out = jax.tree.map(lambda leaf: leaf[None], out)
+  else:
+    out = jax.vmap(one)(flat, jnp.arange(flat.shape[0], dtype=jnp.uint32))
+  return jax.tree.map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), out)
+
+
+def _quantize(x, batch, streams, rows, columns, interpret):
+  """Codes, scales, decoded values and tensor scale of each direction."""
+  m, k = x.shape
+  params = compat.interpret_params() if interpret else None
+  x = _pad(x, _padded_shape(m, k, columns is not None))
+  rotation = columns and columns.operand.rht
+  square = rows is not None and rows.operand.block[0] == BLOCK
+  block_amax = plain = rotated = None
+  if square:
+    tops = block_scaled.block_amax(scaling.read(x), rows.operand.block)
+    block_amax = jnp.repeat(tops, BLOCK, axis=0)[: x.shape[0]]
+    plain = scaling.amax(tops)
+  if not square or columns is not None:
+    plain, rotated = _amax(x, rotation, params)
+  requests = rows, columns
+  operands: list = []
+  for request, amax, stream in zip(
+    requests, (plain, rotated if rotation else plain), streams, strict=True
+  ):
+    operands.append(request and _kernel_operand(request, amax, stream, batch))
+  if square:
+    operands[0] = operands[0]._replace(block_amax=block_amax)
+  results = quantize_kernel.quantize(x, operands[0], operands[1], params)
+  out: list = []
+  for request, operand, transposed in zip(
+    requests, operands, (False, True), strict=True
+  ):
+    if request is None:
+      out.append(None)
+      continue
+    arrays = _trim(results.pop(0), m, k, request, transposed)
+    # The scale of an operand that is not finite is not, either.
+    _, decode, _, smallest = operand.scalars
+    scale = jnp.where(jnp.isnan(smallest), jnp.nan, decode)
+    out.append((*arrays, scale))
+  return tuple(out)
+
+
+def _trim(q, m, k, request, transposed):
+  """Codes, scales and decoded values without the padding."""
+  codes, scales, decoded = q
+  outer, inner = (k, m) if transposed else (m, k)
+  blocks = -(-inner // BLOCK)
+  if codes is not None:
+    codes = codes[:outer, : blocks * BLOCK // 2]
+    # Rows of a square block share their scale.
+    scales = scales[: outer : request.operand.block[0], :blocks]
+  if decoded is not None:
+    if request.operand.rht:
+      inner = blocks * BLOCK
+    decoded = decoded[:inner, :outer] if transposed else decoded[:outer, :inner]
+  return codes, scales, decoded
+
+
+def _kernel_operand(request, amax, stream, batch):
+  """A request as the kernel takes it."""
+  operand = request.operand
+  amax = scaling.over_shards(amax)
+  scale = block_scaled.two_level_scale(amax, operand)
+  finite = jnp.isfinite(amax)
+  smallest = jnp.where(finite, scaling.SMALLEST, jnp.nan)
+  if operand.rounding == "sr":
+    stream = jnp.concatenate([stream, batch[None]])
+  return quantize_kernel.Operand(
+    quantize_kernel.Config(
+      rounding=operand.rounding,
+      sr_bits=operand.sr_bits,
+      scale=str(formats.FORMATS[operand.format].scale),
+      scale_max=scale.block_max,
+      four_over_six=operand.four_over_six,
+      signs=operand.rht.signs if operand.rht else None,
+    ),
+    jnp.stack([scale.per_block, scale.decode, scale.encode, smallest]),
+    stream if operand.rounding == "sr" else None,
+    packed=request.packed,
+    decoded=jnp.bfloat16 if request.decoded else None,
+  )
+
+
+def _amax(x, rotation, params):
+  """Amax of an operand and of its rotation along columns."""
+  m, k = x.shape
+  if registers.columns(m, k, False) is None:  # and so no rotation
+    return scaling.amax(scaling.read(x)), None
+  return amax_kernel.amax(
+    x, signs=rotation.signs if rotation else None, interpret=params
+  )
+
+
+def _padded_shape(m, k, columns: bool) -> tuple[int, int]:
+  """The least shape that the kernels' tiles divide."""
+  if columns:
+    shapes = [
+      (_up(m, rows), _up(k, across)) for rows, across in registers.COLUMN_SHAPES
+    ]
+    return min(shapes, key=math.prod)
+  k = _up(k, BLOCK)
+  return _up(m, _ROW_ELEMENTS // math.gcd(_ROW_ELEMENTS, k)), k
+
+
+def _up(size, multiple):
+  return -(-size // multiple) * multiple
+
+
+def _pad(x, shape):
+  if x.shape == shape:
+    return x
+  return jnp.pad(x, [(0, n - s) for n, s in zip(shape, x.shape, strict=True)])
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def decode(quantised: block_scaled.BlockScaled, *, interpret: bool = False):
+  """``BlockScaled.decode`` of packed codes, by a kernel; to BF16."""
+  *batch, rows, k = quantised.shape
+  params = compat.interpret_params() if interpret else None
+  codes, scales = quantised.codes, quantised.scales
+  assert scales is not None
+  scales = jnp.repeat(scales, quantised.block[0], axis=-2)[..., :rows, :]
+
+  def one(codes, scales):
+    width = 2 * codes.shape[-1]
+    shape = _padded_shape(rows, width, False)
+    values = decode_kernel.decode(
+      _pad(codes, (shape[0], shape[1] // 2)),
+      _pad(scales, (shape[0], shape[1] // BLOCK)),
+      interpret=params,
+    )
+    return values[:rows, :k]
+
+  for _ in batch:
+    one = jax.vmap(one)
+  return one(codes, scales)

@@ -1,0 +1,99 @@
+"""Amax of an operand and of its rotation, in one read.
+
+Bytes an element of a BF16 operand: 2 read. Every program keeps a maximum a
+lane and writes it once; XLA reduces those.
+"""
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import compat
+from pallas_kernels import registers
+
+PROGRAMS = 528  # four for each multiprocessor of an H200
+UNROLL = 4  # tiles in flight
+
+
+def amax(x, *, signs: int | None = None, plain: bool = True, interpret=None):
+  """Largest magnitudes of an operand and of its rotation along columns.
+
+  Args:
+    x: [m, k] BF16 or float32 of sizes that ``registers.COLUMN_SHAPES`` has.
+    signs: sign bits of the rotation; None without one.
+    plain: whether the operand's own amax is wanted.
+    interpret: ``compat.interpret_params()`` on a CPU.
+
+  Returns:
+    Two float32 scalars, None for what was not wanted. NaN and Inf propagate.
+
+  Raises:
+    ValueError: for sizes that the tiles do not divide.
+  """
+  m, k = x.shape
+  tile = registers.columns(m, k, interpret is not None, downs=(1, 2, 4))
+  if tile is None:
+    raise ValueError(
+      f"amax: x[{m}, {k}] needs sizes that are multiples of"
+      f" {' or '.join(map(str, registers.COLUMN_SHAPES))}; pad x with zeros."
+    )
+  rows, columns = tile.shape
+  across = k // columns
+  tiles = m // rows * across
+  programs = min(PROGRAMS, tiles)
+  steps = -(-tiles // programs)
+  unroll = min(UNROLL, steps)
+  steps = -(-steps // unroll)
+  wanted = [plain, signs is not None]
+
+  def kernel(x_ref, *outs):
+    program = lax.axis_index("program")
+
+    def step(s, maxima):
+      loaded = []
+      for u in range(unroll):
+        # The last tile again where there is none: no maximum minds.
+        n = jnp.minimum((s * unroll + u) * programs + program, tiles - 1)
+        i, j = n // across, n % across
+        place = pl.ds(i * rows, rows), pl.ds(j * columns, columns)
+        loaded.append(compat.load(x_ref.at[place], tile.layout))
+      for x in loaded:
+        x = x.astype(jnp.float32)
+        values = [x] if plain else []
+        if signs is not None:
+          values.append(tile.rht(x, signs, rounded=False))
+        maxima = tuple(
+          jnp.maximum(most, tile.amax_pattern(v))
+          for most, v in zip(maxima, values, strict=True)
+        )
+      return maxima
+
+    zeros = tuple(tile.constant(jnp.int32(0)) for w in wanted if w)
+    maxima = lax.fori_loop(0, steps, step, zeros)
+    for out, most in zip(outs, maxima, strict=True):
+      compat.store(out.at[program], most)
+
+  n = sum(wanted)
+  outs = list(
+    plgpu.kernel(
+      kernel,
+      out_type=(jax.ShapeDtypeStruct((programs, *tile.block_shape), jnp.int32),)
+      * n,
+      grid=(programs,),
+      grid_names=("program",),
+      compiler_params=plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+      ),
+      **({} if interpret is None else {"interpret": interpret}),
+    )(x)
+  )
+  maxima = [
+    lax.bitcast_convert_type(jnp.max(outs.pop(0)), jnp.float32) if w else None
+    for w in wanted
+  ]
+  own, rotated = maxima
+  if rotated is not None:  # rounding keeps the order: once is enough
+    rotated = lax.reduce_precision(rotated * 0.25, 8, 7)
+  return own, rotated

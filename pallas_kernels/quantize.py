@@ -1,0 +1,374 @@
+"""Quantise kernels: blocks along rows, along columns, and both in one read.
+
+Bytes an element of a BF16 operand: 2 read, and 0.5 + 1/16 written a direction;
+a direction decoded to BF16 writes 2 more. Both directions read the operand once
+from device memory and once more from the L2 cache.
+
+Tiles go from device memory to registers and back, without shared memory: a
+lane holds whole blocks, so nothing is exchanged. README.md has the roofline of
+each kernel and what was measured.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+from typing import ClassVar
+from typing import NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import arithmetic
+from pallas_kernels import compat
+from pallas_kernels import registers
+
+BLOCK = registers.BLOCK
+ROW_CHUNKS = (8, 4, 2, 1)  # chunks of 128 blocks that a program may take
+ROW_UNROLL = 2  # chunks in flight
+COLUMN_TILES = (4, 2, 1)  # tiles side by side that a program may take
+COLUMN_UNROLL = 1  # tiles in flight
+
+Config = arithmetic.Config
+
+
+class Operand(NamedTuple):
+  """One direction of an operand that is to be quantised.
+
+  Attributes:
+    config: what is computed.
+    scalars: float32 [4], see ``arithmetic.quantize``.
+    stream: uint32 [4] for stochastic rounding: two words of the key, loop
+      counter, batch element.
+    block_amax: float32 [m, k / 16] of blocks of several rows; for rows only.
+    packed: whether codes and scales are wanted.
+    decoded: dtype in which decoded values are wanted, or None.
+  """
+
+  config: Config
+  scalars: Any
+  stream: Any = None
+  block_amax: Any = None
+  packed: bool = True
+  decoded: Any = None
+
+
+class Quantized(NamedTuple):
+  """What a direction gives; None for what was not wanted.
+
+  Attributes:
+    codes: uint8, two codes a byte: [m, k / 2] of rows, [k, m / 2] of columns.
+    scales: uint8 E4M3 codes, [m, k / 16] of rows, [k, m / 16] of columns.
+    decoded: [m, k] codes times scales, of rows and of columns.
+  """
+
+  codes: Any
+  scales: Any
+  decoded: Any
+
+
+def quantize(x, rows: Operand | None, columns: Operand | None, interpret=None):
+  """Quantises an operand along its rows, its columns, or both.
+
+  Args:
+    x: [m, k] BF16 or float32. Rows need k a multiple of 16 and m k of 2048;
+      columns need what one of ``registers.COLUMN_SHAPES`` divides.
+    rows: how blocks of sixteen neighbours are quantised.
+    columns: how blocks of sixteen rows are.
+    interpret: ``compat.interpret_params()`` on a CPU.
+
+  Returns:
+    A ``Quantized`` for each direction that was asked for.
+
+  Raises:
+    ValueError: for sizes that the tiles do not divide, or nothing to do.
+  """
+  check(x, rows, columns)
+  m, k = x.shape
+  directions: list[_Direction] = []
+  if columns is not None:
+    directions.append(_Columns(columns, m, k, interpret is not None))
+  if rows is not None:
+    directions.append(_Rows(rows, m, k, interpret is not None))
+  programs = max(d.programs for d in directions)
+  inputs = [d.inputs(x) for d in directions]
+  outputs = [d.outputs() for d in directions]
+
+  def kernel(*references):
+    refs = list(references)
+    program = lax.axis_index("program")
+    sources = [[refs.pop(0) for _ in args] for args in inputs]
+    targets = [[refs.pop(0) for _ in out] for out in outputs]
+    for direction, source, target in zip(
+      directions, sources, targets, strict=True
+    ):
+      direction.run(program, programs, source, target)
+
+  results = plgpu.kernel(
+    kernel,
+    out_type=tuple(o for out in outputs for o in out),
+    grid=(programs,),
+    grid_names=("program",),
+    compiler_params=plgpu.CompilerParams(
+      lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+    ),
+    **({} if interpret is None else {"interpret": interpret}),
+  )(*(a for args in inputs for a in args))
+  arrays = list(results)
+  quantised = [
+    d.result([arrays.pop(0) for _ in out])
+    for d, out in zip(directions, outputs, strict=True)
+  ]
+  return quantised[::-1]
+
+
+def check(x, rows, columns):
+  """Raises ValueError where the tiles do not divide the operand."""
+  m, k = x.shape
+  if rows is None and columns is None:
+    raise ValueError("quantize: neither rows nor columns; give one of them.")
+  if x.dtype not in (jnp.bfloat16, jnp.float32):
+    raise ValueError(
+      f"quantize: x has dtype {x.dtype}, needed bfloat16 or float32; cast it."
+    )
+  if rows is not None and (k % BLOCK or m * k % (registers.LANES * BLOCK)):
+    raise ValueError(
+      f"quantize: rows of x[{m}, {k}] need k % 16 == 0 and m k % 2048 == 0; pad"
+      " x with zeros."
+    )
+  if columns is not None and registers.columns(m, k, False) is None:
+    raise ValueError(
+      f"quantize: columns of x[{m}, {k}] need sizes that are multiples of"
+      f" {' or '.join(map(str, registers.COLUMN_SHAPES))}; pad x with zeros."
+    )
+
+
+@dataclasses.dataclass
+class _Direction:
+  """One direction of a kernel: its arguments, its body, its results.
+
+  Attributes:
+    operand: what is asked for.
+    m: rows of the operand.
+    k: its columns.
+    interpret: whether the kernel runs on a CPU.
+  """
+
+  operand: Operand
+  m: int
+  k: int
+  interpret: bool
+
+  programs: ClassVar[Any]
+  """Programs that the direction is divided among."""
+
+  def view_shape(self) -> tuple[int, int]:
+    """Of the operand as the kernel sees it."""
+    raise NotImplementedError
+
+  def packed_rows(self) -> tuple[int, int]:
+    """Rows of the codes, and elements in a row."""
+    raise NotImplementedError
+
+  def packed_shapes(self) -> tuple:
+    """Of codes and scales as the kernel writes them."""
+    raise NotImplementedError
+
+  def body(self, program, programs, x_ref, scalars, stream, amax_ref, out):
+    """``program``'s share of the operand."""
+    raise NotImplementedError
+
+  def inputs(self, x) -> list:
+    operand = self.operand
+    args = [x.reshape(self.view_shape()), operand.scalars]
+    if operand.config.rounding == "sr":
+      key, place = operand.stream[:2], operand.stream[2:]
+      words = jnp.concatenate([place, registers.round_keys(key)])
+      args.append(lax.bitcast_convert_type(words, jnp.int32))
+    if operand.block_amax is not None:
+      args.append(operand.block_amax.reshape(-1))
+    return args
+
+  def outputs(self) -> list:
+    operand, out = self.operand, []
+    if operand.packed:
+      out += [jax.ShapeDtypeStruct(s, jnp.uint8) for s in self.packed_shapes()]
+    if operand.decoded is not None:
+      out.append(jax.ShapeDtypeStruct(self.view_shape(), operand.decoded))
+    return out
+
+  def result(self, outputs: list) -> Quantized:
+    operand, m, k = self.operand, self.m, self.k
+    codes = scales = decoded = None
+    if operand.packed:
+      codes, scales = outputs.pop(0), outputs.pop(0)
+      rows, width = self.packed_rows()
+      codes = codes.reshape(rows, width // 2)
+      scales = scales.reshape(rows, width // BLOCK)
+    if operand.decoded is not None:
+      decoded = outputs.pop(0).reshape(m, k)
+    return Quantized(codes, scales, decoded)
+
+  def run(self, program, programs: int, source: Sequence, target: Sequence):
+    """Reads what the references hold and runs the body."""
+    operand = self.operand
+    source, target = list(source), list(target)
+    x_ref, scalars_ref = source.pop(0), source.pop(0)
+    scalars = [scalars_ref[i] for i in range(4)]
+    stream = amax_ref = codes_ref = scales_ref = decoded_ref = None
+    if operand.config.rounding == "sr":
+      stream_ref = source.pop(0)
+      stream = [stream_ref[i] for i in range(2 + 2 * registers.ROUNDS)]
+    if operand.block_amax is not None:
+      amax_ref = source.pop(0)
+    if operand.packed:
+      codes_ref, scales_ref = target.pop(0), target.pop(0)
+    if operand.decoded is not None:
+      decoded_ref = target.pop(0)
+    out = codes_ref, scales_ref, decoded_ref
+    self.body(program, programs, x_ref, scalars, stream, amax_ref, out)
+
+  def tile_of(self, tile, x, scalars, stream, block_amax, place, row):
+    """Quantises one tile whose blocks lie at ``place`` of ``row``."""
+    config = self.operand.config
+    x = x.astype(jnp.float32)
+    if config.signs is not None:
+      x = tile.rht(x, config.signs)
+    random = None
+    if stream is not None:
+      loop, batch, *keys = stream
+      counter = place, row, batch, loop
+      random = tile.random_bits(counter, keys, config.sr_bits)
+    words, scale, parts = arithmetic.quantize(
+      tile, x, scalars, config, block_amax, random
+    )
+    decoded = None
+    if self.operand.decoded is not None:
+      decoded = arithmetic.decoded(tile, x, *parts)
+      decoded = decoded.astype(self.operand.decoded)
+    return words, scale, decoded
+
+
+class _Rows(_Direction):
+  """Chunks of 128 blocks, in the order of memory."""
+
+  @property
+  def chunks(self) -> int:
+    return self.m * self.k // (registers.LANES * BLOCK)
+
+  @property
+  def programs(self) -> int:
+    chunks = self.chunks
+    return chunks // next(c for c in ROW_CHUNKS if chunks % c == 0)
+
+  def view_shape(self):
+    return (self.chunks * registers.LANES, BLOCK)
+
+  def packed_rows(self):
+    return self.m, self.k
+
+  def packed_shapes(self):
+    n = self.chunks * registers.LANES
+    return (n, BLOCK // 2), (n,)
+
+  def body(self, program, programs, x_ref, scalars, stream, amax_ref, out):
+    tile = registers.Rows(interpret=self.interpret)
+    codes_ref, scales_ref, decoded_ref = out
+    blocks = self.k // BLOCK
+    steps = -(-self.chunks // programs)
+    unroll = max(u for u in range(1, ROW_UNROLL + 1) if steps % u == 0)
+
+    def step(i, _):
+      starts = [
+        (program * steps + i * unroll + u) * registers.LANES
+        for u in range(unroll)
+      ]
+      places = [pl.ds(start, registers.LANES) for start in starts]
+      loaded = [compat.load(x_ref.at[p], tile.layout) for p in places]
+      for start, place, x in zip(starts, places, loaded, strict=True):
+        block_amax = counter = row = None
+        if amax_ref is not None:
+          block_amax = compat.load(amax_ref.at[place], tile.block_layout)
+        if stream is not None:
+          block = tile.iota(0) + start
+          counter, row = block % blocks, block // blocks
+        words, scale, decoded = self.tile_of(
+          tile, x, scalars, stream, block_amax, counter, row
+        )
+        if codes_ref is not None:
+          compat.store(codes_ref.at[place], tile.codes(words))
+          compat.store(scales_ref.at[place], scale.astype(jnp.uint8))
+        if decoded_ref is not None:
+          compat.store(decoded_ref.at[place], decoded)
+      return ()
+
+    lax.fori_loop(0, steps // unroll, step, ())
+
+
+class _Columns(_Direction):
+  """Tiles of up to four blocks of some columns, side by side."""
+
+  @property
+  def tile(self) -> registers.Columns:
+    tile = registers.columns(self.m, self.k, self.interpret)
+    assert tile is not None  # check() was passed
+    return tile
+
+  @property
+  def steps(self) -> int:
+    tiles = self.k // self.tile.across
+    return next(n for n in COLUMN_TILES if tiles % n == 0)
+
+  @property
+  def programs(self) -> int:
+    rows, columns = self.tile.shape
+    return self.m // rows * (self.k // (columns * self.steps))
+
+  def view_shape(self):
+    return (self.m, self.k)
+
+  def packed_rows(self):
+    return self.k, self.m
+
+  def packed_shapes(self):
+    return (self.k, self.m // 2), (self.k, self.m // BLOCK)
+
+  def body(self, program, programs, x_ref, scalars, stream, amax_ref, out):
+    del programs, amax_ref
+    tile, steps = self.tile, self.steps
+    codes_ref, scales_ref, decoded_ref = out
+    rows, columns = tile.shape
+    across = self.k // (columns * steps)
+    i, first = program // across, program % across * steps
+    down, width = tile.down, tile.down * BLOCK // 2
+    unroll = min(COLUMN_UNROLL, steps)
+
+    def step(s, _):
+      places = [
+        (
+          pl.ds(i * rows, rows),
+          pl.ds((first + s * unroll + u) * columns, columns),
+        )
+        for u in range(unroll)
+      ]
+      loaded = [compat.load(x_ref.at[p], tile.layout) for p in places]
+      for u, (place, x) in enumerate(zip(places, loaded, strict=True)):
+        counter = row = None
+        if stream is not None:
+          counter = tile.iota(0) + i * down
+          row = tile.iota(1) + (first + s * unroll + u) * columns
+        words, scale, decoded = self.tile_of(
+          tile, x, scalars, stream, None, counter, row
+        )
+        if codes_ref is not None:
+          at = place[1], pl.ds(i * width, width)
+          compat.store(codes_ref.at[at], tile.codes(words))
+          at = place[1], pl.ds(i * down, down)
+          compat.store(scales_ref.at[at], tile.scales(scale))
+        if decoded_ref is not None:
+          compat.store(decoded_ref.at[place], decoded)
+      return ()
+
+    lax.fori_loop(0, steps // unroll, step, ())
