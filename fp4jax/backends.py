@@ -9,6 +9,7 @@ from fp4jax import recipes
 BACKENDS = ("reference", "pallas", "pallas_interpret")
 _FORMATS = ("nvfp4", "nvfp4_fp8_exact")
 _CAPABILITY = (9, 0)
+_BLACKWELL = (10, 0)
 
 
 class Choice(NamedTuple):
@@ -86,13 +87,26 @@ def _device_obstacle() -> str | None:
       f"the device is {device.device_kind!r}, and the kernels need an NVIDIA"
       " GPU of compute capability 9.0 or later"
     )
-  capability = getattr(device, "compute_capability", None)
-  if capability is None or "." not in str(capability):
+  capability = _capability(device)
+  if capability is None:
     return f"the device {device.device_kind!r} says no compute capability"
-  major, minor = map(int, str(capability).split("."))
-  if (major, minor) < _CAPABILITY:
+  if capability < _CAPABILITY:
     return (
-      f"the device {device.device_kind!r} has compute capability {capability},"
-      " and the kernels need 9.0 or later"
+      f"the device {device.device_kind!r} has compute capability"
+      f" {'.'.join(map(str, capability))}, and the kernels need 9.0 or later"
     )
   return None
+
+
+def rounds_to_e2m1() -> bool:
+  """Whether the default device has an instruction that rounds to E2M1."""
+  capability = _capability(_jax.default_device())
+  return capability is not None and capability >= _BLACKWELL
+
+
+def _capability(device) -> tuple[int, int] | None:
+  """The CUDA compute capability of a device."""
+  major, dot, minor = str(getattr(device, "compute_capability", "")).partition(
+    "."
+  )
+  return (int(major), int(minor)) if dot else None

@@ -13,8 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fp4jax import backends
 from fp4jax import block_scaled
 from fp4jax import formats
+from fp4jax import hadamard
 from fp4jax import recipes
 from fp4jax import scaling
 from pallas_kernels import amax as amax_kernel
@@ -89,7 +91,12 @@ def quantize(
     The results of both requests.
   """
   arrays = _quantize_batch(
-    x, streams, rows=rows, columns=columns, interpret=interpret
+    x,
+    streams,
+    rows=rows,
+    columns=columns,
+    interpret=interpret,
+    native=not interpret and backends.rounds_to_e2m1(),
   )
   *batch, m, k = x.shape
   shapes = (*batch, m, k), (*batch, k, m)
@@ -118,8 +125,10 @@ def quantize(
   return results[0], results[1]
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "columns", "interpret"))
-def _quantize_batch(x, streams, *, rows, columns, interpret):
+@functools.partial(
+  jax.jit, static_argnames=("rows", "columns", "interpret", "native")
+)
+def _quantize_batch(x, streams, *, rows, columns, interpret, native):
   """``_quantize`` of each batch element."""
   if x.dtype not in (jnp.bfloat16, jnp.float32):
     x = scaling.read(x)
@@ -127,7 +136,7 @@ def _quantize_batch(x, streams, *, rows, columns, interpret):
   flat = x.reshape(-1, *x.shape[-2:])
 
   def one(x, index):
-    return _quantize(x, index, streams, rows, columns, interpret)
+    return _quantize(x, index, streams, rows, columns, interpret, native)
 
   if flat.shape[0] == 1:
     out = one(flat[0], jnp.uint32(0))
@@ -137,7 +146,7 @@ def _quantize_batch(x, streams, *, rows, columns, interpret):
   return jax.tree.map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), out)
 
 
-def _quantize(x, batch, streams, rows, columns, interpret):
+def _quantize(x, batch, streams, rows, columns, interpret, native):
   """Codes, scales, decoded values and tensor scale of each direction."""
   m, k = x.shape
   params = compat.interpret_params() if interpret else None
@@ -151,15 +160,22 @@ def _quantize(x, batch, streams, rows, columns, interpret):
     plain = scaling.amax(tops)
   if not square or columns is not None:
     plain, rotated = _amax(x, rotation, params)
+  if rows is not None and rows.operand.rht:  # no recipe of ours does
+    turned = hadamard.rht(scaling.read(x), rows.operand.rht)
+    along = scaling.amax(turned)
+  else:
+    along = plain
   requests = rows, columns
   operands: list = []
   for request, amax, stream in zip(
-    requests, (plain, rotated if rotation else plain), streams, strict=True
+    requests, (along, rotated if rotation else plain), streams, strict=True
   ):
     operands.append(request and _kernel_operand(request, amax, stream, batch))
   if square:
     operands[0] = operands[0]._replace(block_amax=block_amax)
-  results = quantize_kernel.quantize(x, operands[0], operands[1], params)
+  results = quantize_kernel.quantize(
+    x, operands[0], operands[1], params, native=native
+  )
   out: list = []
   for request, operand, transposed in zip(
     requests, operands, (False, True), strict=True

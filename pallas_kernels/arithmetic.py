@@ -120,7 +120,15 @@ def _clear_low_bits(x):
   return f32(u32(x) & jnp.uint32(0xFFFFF000))
 
 
-def quantize(tile, x, scalars, config: Config, block_amax=None, random=None):
+def quantize(
+  tile,
+  x,
+  scalars,
+  config: Config,
+  block_amax=None,
+  random=None,
+  native: bool = False,
+):
   """Codes and scales of the blocks of a tile.
 
   Args:
@@ -133,6 +141,8 @@ def quantize(tile, x, scalars, config: Config, block_amax=None, random=None):
     block_amax: float32, of blocks that reach beyond the tile; None
       takes the amax of ``x``.
     random: uint32 tile of random bits, for stochastic rounding.
+    native: round to nearest by the GPU's own instruction, where it is all that
+      is asked for.
 
   Returns:
     Two uint32 words of codes a block; a uint32 E4M3 code of each scale;
@@ -143,11 +153,20 @@ def quantize(tile, x, scalars, config: Config, block_amax=None, random=None):
   v = top * per_block
   v = jnp.where((top >= smallest) & (v >= NORMAL), v, 0.0)
 
-  def candidate(v, limit):
+  def scaled(v):
     scale, value = round_block_scale(v, config)
     live = jnp.where(value == 0.0, 1.0, value * tensor_scale)
-    inverse = tile.spread(tile.reciprocal(live))
-    a = jnp.minimum(jnp.abs(x * inverse), limit)
+    return scale, value, x * tile.spread(tile.reciprocal(live))
+
+  if native and config.rounding == "rne" and not config.four_over_six:
+    scale, value, values = scaled(jnp.minimum(v, config.scale_max))
+    words = tile.pack_native(values)
+    zero = value == 0.0
+    return [jnp.where(zero, jnp.uint32(0), w) for w in words], scale, None
+
+  def candidate(v, limit):
+    scale, value, values = scaled(v)
+    a = jnp.minimum(jnp.abs(values), limit)
     index, magnitude = round_to_grid(a, config, random)
     return scale, value, index, magnitude
 

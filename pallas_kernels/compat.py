@@ -17,5 +17,9 @@ def store(ref, value):
 
 
 def interpret_params(detect_races: bool = False):
-  """What runs a kernel on a CPU, see ``plgpu.kernel(interpret=...)``."""
+  """What runs a kernel on a CPU, see ``plgpu.kernel(interpret=...)``.
+
+  Args:
+    detect_races: raise where two programs or threads race.
+  """
   return plgpu.InterpretGPUParams(detect_races=detect_races)

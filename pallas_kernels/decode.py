@@ -14,7 +14,7 @@ from pallas_kernels import compat
 from pallas_kernels import registers
 
 BLOCK = registers.BLOCK
-CHUNKS = (8, 4, 2, 1)  # chunks of 128 blocks that a program may take
+CHUNKS = (4, 2, 1)  # chunks of 64 blocks that a program may take
 UNROLL = 4  # chunks in flight
 
 
@@ -41,8 +41,9 @@ def decode(codes, scales, *, dtype=jnp.bfloat16, interpret=None):
       f"decode: codes of [{m}, {k}] need k % 16 == 0 and m k % 2048 == 0; pad"
       " them with zeros."
     )
-  tile = registers.Rows(interpret=interpret is not None)
-  chunks = n // registers.LANES
+  tile = registers.Halves(interpret is not None)
+  half, lanes = registers.BLOCK // 2, registers.LANES
+  chunks = 2 * n // lanes
   steps = next(c for c in CHUNKS if chunks % c == 0)
   unroll = min(UNROLL, steps)
 
@@ -51,22 +52,16 @@ def decode(codes, scales, *, dtype=jnp.bfloat16, interpret=None):
 
     def step(i, _):
       first = program * steps + i * unroll
-      places = [
-        pl.ds((first + u) * registers.LANES, registers.LANES)
-        for u in range(unroll)
-      ]
-      loaded = [
-        (
-          compat.load(codes_ref.at[p], tile.matrix(BLOCK // 2)),
-          compat.load(scales_ref.at[p], tile.block_layout),
-        )
-        for p in places
-      ]
-      for place, (packed, code) in zip(places, loaded, strict=True):
+      starts = [(first + u) * lanes for u in range(unroll)]
+      places = [pl.ds(start, lanes) for start in starts]
+      loaded = []
+      for start, place in zip(starts, places, strict=True):
+        blocks = pl.ds(lax.div(start, 2), lanes // 2)
+        words = tile.load_codes(codes_ref.at[place])
+        loaded.append((words, tile.load_scales(scales_ref.at[blocks])))
+      for place, (words, code) in zip(places, loaded, strict=True):
         scale = lax.bitcast_convert_type(code, jnp.float8_e4m3fn)
-        values = arithmetic.decode(
-          tile, tile.words(packed), scale.astype(jnp.float32)
-        )
+        values = arithmetic.decode(tile, words, scale.astype(jnp.float32))
         compat.store(out_ref.at[place], values.astype(dtype))
       return ()
 
@@ -74,12 +69,12 @@ def decode(codes, scales, *, dtype=jnp.bfloat16, interpret=None):
 
   out = plgpu.kernel(
     kernel,
-    out_type=jax.ShapeDtypeStruct((n, BLOCK), dtype),
+    out_type=jax.ShapeDtypeStruct((2 * n, half), dtype),
     grid=(chunks // steps,),
     grid_names=("program",),
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Warpgroup
     ),
     **({} if interpret is None else {"interpret": interpret}),
-  )(codes.reshape(n, BLOCK // 2), scales.reshape(n))
+  )(codes.reshape(2 * n, half // 2), scales.reshape(n))
   return out.reshape(m, k)

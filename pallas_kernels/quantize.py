@@ -26,10 +26,10 @@ from pallas_kernels import compat
 from pallas_kernels import registers
 
 BLOCK = registers.BLOCK
-ROW_CHUNKS = (8, 4, 2, 1)  # chunks of 128 blocks that a program may take
-ROW_UNROLL = 2  # chunks in flight
-COLUMN_TILES = (4, 2, 1)  # tiles side by side that a program may take
-COLUMN_UNROLL = 1  # tiles in flight
+ROW_CHUNKS = (4, 2, 1)  # chunks of 128 blocks that a program may take
+ROW_UNROLL = {"rne": 1, "sr": 2}  # chunks in flight
+COLUMN_TILES = (2, 1)  # tiles side by side that a program may take
+COLUMN_UNROLL = {"rne": 2, "sr": 1}  # tiles in flight, where rows are not
 
 Config = arithmetic.Config
 
@@ -69,7 +69,13 @@ class Quantized(NamedTuple):
   decoded: Any
 
 
-def quantize(x, rows: Operand | None, columns: Operand | None, interpret=None):
+def quantize(
+  x,
+  rows: Operand | None,
+  columns: Operand | None,
+  interpret=None,
+  native: bool = False,
+):
   """Quantises an operand along its rows, its columns, or both.
 
   Args:
@@ -78,6 +84,8 @@ def quantize(x, rows: Operand | None, columns: Operand | None, interpret=None):
     rows: how blocks of sixteen neighbours are quantised.
     columns: how blocks of sixteen rows are.
     interpret: ``compat.interpret_params()`` on a CPU.
+    native: round to E2M1 by the instruction that GPUs of compute capability
+      10.0 and later have; the same bits.
 
   Returns:
     A ``Quantized`` for each direction that was asked for.
@@ -87,12 +95,13 @@ def quantize(x, rows: Operand | None, columns: Operand | None, interpret=None):
   """
   check(x, rows, columns)
   m, k = x.shape
+  how = interpret is not None, native, rows is None or columns is None
   directions: list[_Direction] = []
   if columns is not None:
-    directions.append(_Columns(columns, m, k, interpret is not None))
+    directions.append(_Columns(columns, m, k, *how))
   if rows is not None:
-    directions.append(_Rows(rows, m, k, interpret is not None))
-  programs = max(d.programs for d in directions)
+    directions.append(_Rows(rows, m, k, *how))
+  programs = directions[0].programs  # a tile of columns is two chunks of rows
   inputs = [d.inputs(x) for d in directions]
   outputs = [d.outputs() for d in directions]
 
@@ -154,12 +163,16 @@ class _Direction:
     m: rows of the operand.
     k: its columns.
     interpret: whether the kernel runs on a CPU.
+    native: whether the GPU rounds to E2M1 itself.
+    alone: whether the kernel has no other direction.
   """
 
   operand: Operand
   m: int
   k: int
   interpret: bool
+  native: bool
+  alone: bool
 
   programs: ClassVar[Any]
   """Programs that the direction is divided among."""
@@ -242,7 +255,13 @@ class _Direction:
       counter = place, row, batch, loop
       random = tile.random_bits(counter, keys, config.sr_bits)
     words, scale, parts = arithmetic.quantize(
-      tile, x, scalars, config, block_amax, random
+      tile,
+      x,
+      scalars,
+      config,
+      block_amax,
+      random,
+      self.native and self.operand.decoded is None,
     )
     decoded = None
     if self.operand.decoded is not None:
@@ -277,8 +296,9 @@ class _Rows(_Direction):
     tile = registers.Rows(interpret=self.interpret)
     codes_ref, scales_ref, decoded_ref = out
     blocks = self.k // BLOCK
-    steps = -(-self.chunks // programs)
-    unroll = max(u for u in range(1, ROW_UNROLL + 1) if steps % u == 0)
+    steps = self.chunks // programs
+    most = ROW_UNROLL[self.operand.config.rounding]
+    unroll = max(u for u in range(1, most + 1) if steps % u == 0)
 
     def step(i, _):
       starts = [
@@ -343,7 +363,8 @@ class _Columns(_Direction):
     across = self.k // (columns * steps)
     i, first = program // across, program % across * steps
     down, width = tile.down, tile.down * BLOCK // 2
-    unroll = min(COLUMN_UNROLL, steps)
+    most = COLUMN_UNROLL[self.operand.config.rounding] if self.alone else 1
+    unroll = min(most, steps)
 
     def step(s, _):
       places = [

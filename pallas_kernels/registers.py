@@ -28,6 +28,8 @@ from jaxlib.mlir.dialects import math as math_dialect
 from jaxlib.mlir.dialects import vector
 import numpy as np
 
+from pallas_kernels import compat
+
 BLOCK = 16
 LANES = 128  # of a warpgroup
 
@@ -47,6 +49,8 @@ class Tile:
   """
 
   interpret: bool
+
+  size = BLOCK  # elements of a block that lie in a lane
 
   @property
   def shape(self) -> tuple[int, int]:
@@ -92,10 +96,10 @@ class Tile:
     """One value a block to the tile."""
 
     def emit(x):
-      return [x * BLOCK]
+      return [x * self.size]
 
     def twin(x):
-      return self.merge([x] * BLOCK)
+      return self.merge([x] * self.size)
 
     return self._blockwise(emit, twin, (x,), x.dtype, BLOCK)
 
@@ -256,8 +260,28 @@ class Tile:
 
     return self._blockwise(emit, twin, (index, x), [jnp.uint32] * 2, 1)
 
+  def pack_native(self, x):
+    """The codes of float32 values, rounded by Blackwell, in two words."""
+
+    def emit(x):
+      steps = "".join(
+        f"cvt.rn.satfinite.e2m1x2.f32 b{i}, ${2 * i + 2}, ${2 * i + 1};"
+        for i in range(4)
+      )
+      asm = f"{{.reg .b8 b<4>;{steps}mov.b32 $0, {{b0,b1,b2,b3}};}}"
+      constraints = "=r" + ",f" * 8
+      return [
+        [llvm.inline_asm(_int(32), x[first : first + 8], asm, constraints)]
+        for first in (0, 8)
+      ]
+
+    def twin(x):
+      raise NotImplementedError("no CPU has the instruction")
+
+    return self._blockwise(emit, twin, (x,), [jnp.uint32] * 2, 1)
+
   def unpack(self, words):
-    """float32 tile of the E2M1 codes of two words a block."""
+    """float32 tile of the E2M1 codes in words, eight a word."""
 
     def emit(*words):
       i32, f32 = _int(32), ir.F32Type.get()
@@ -370,11 +394,11 @@ class Rows(Tile):
 
   @property
   def shape(self):
-    return (LANES, BLOCK)
+    return (LANES, self.size)
 
   @property
   def layout(self):
-    return self.matrix(BLOCK)
+    return self.matrix(self.size)
 
   def matrix(self, width: int):
     """Layout of [128, width], a row a lane."""
@@ -399,49 +423,73 @@ class Rows(Tile):
     if self.interpret:
       parts = [w >> jnp.uint32(8 * i) & 0xFF for w in words for i in range(4)]
       return jnp.stack(parts, axis=-1).astype(jnp.uint8)
-    return _relabel(
+    return _relabelled(
       words,
       [self.block_layout] * 2,
       (LANES, BLOCK // 2),
       self.matrix(BLOCK // 2),
-      lambda low, high: [_bytes(a, b) for a, b in zip(low, high, strict=True)],
+      jnp.uint8,
+      _interleaved,
     )
-
-  def words(self, codes):
-    """The inverse of ``codes``."""
-    if self.interpret:
-      parts = codes.astype(jnp.uint32)
-      return [
-        sum(parts[:, first + i] << 8 * i for i in range(4)) for first in (0, 4)
-      ]
-    struct = plgpu.ShapeDtypeStruct(
-      self.block_shape, np.dtype(jnp.uint32), layout=self.block_layout
-    )
-
-    @plgpu.inline_mgpu(
-      arg_types=(self.matrix(BLOCK // 2),), return_type=[struct] * 2
-    )
-    def run(ctx, codes):
-      del ctx
-      pair = ir.VectorType.get((2,), _int(32))
-      words = [_elements(vector.bitcast(pair, r)) for r in codes.registers.flat]
-      return [
-        _array(
-          [_vector([w[i]]) for w in words],
-          self.block_shape,
-          self.block_layout,
-          False,
-        )
-        for i in range(2)
-      ]
-
-    return run(codes)
 
   def _blocks(self, array):
     return [_elements(r) for r in array.registers.flat]
 
   def _registers(self, blocks, size):
     return [_vector(block) for block in blocks]
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(Rows):
+  """64 blocks, half of one a lane: [128, 8].
+
+  What a lane reads of codes, and writes of BF16 values, then lies next to what
+  its neighbours do.
+  """
+
+  size = BLOCK // 2
+
+  def load_codes(self, ref):
+    """uint8 [128, 4] in device memory to one uint32 a lane, in a list."""
+    codes = compat.load(ref, self.matrix(4))
+    if self.interpret:
+      parts = codes.astype(jnp.uint32)
+      return [sum(parts[:, i] << 8 * i for i in range(4))]
+
+    def emit(codes):
+      word = ir.VectorType.get((1,), _int(32))
+      return [vector.bitcast(word, c) for c in codes]
+
+    return [
+      _relabelled(
+        [codes],
+        [self.matrix(4)],
+        self.block_shape,
+        self.block_layout,
+        jnp.uint32,
+        emit,
+      )
+    ]
+
+  def load_scales(self, ref):
+    """uint8 [64] in device memory to a block's code in both its lanes."""
+    if self.interpret:
+      return jnp.repeat(compat.load(ref, None), 2)
+    lanes = LANES // 2
+    layout = plgpu.Layout.TILED(
+      plgpu.Tiling(((lanes,), (lanes // 4,), (1,))),
+      warp_dims=(-3,),
+      lane_dims=(-2, plgpu.Replicated(2)),
+      vector_dim=-1,
+    )
+    return _relabelled(
+      [compat.load(ref, layout)],
+      [layout],
+      self.block_shape,
+      self.block_layout,
+      jnp.uint8,
+      lambda scales: scales,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -501,24 +549,30 @@ class Columns(Tile):
       parts = [w >> jnp.uint32(8 * i) & 0xFF for w in words for i in range(4)]
       both = jnp.stack(parts, axis=-1).astype(jnp.uint8)
       return jnp.swapaxes(both, 0, 1).reshape(self.across, self.down * width)
-    return _relabel(
+    return _relabelled(
       words,
       [self.block_layout] * 2,
       (self.across, self.down * width),
       self._columns(width),
-      lambda low, high: [_bytes(a, b) for a, b in zip(low, high, strict=True)],
+      jnp.uint8,
+      _interleaved,
     )
 
   def scales(self, code):
     """uint32 below 256 a block to uint8 [across, down], column by column."""
     if self.interpret:
       return code.T.astype(jnp.uint8)
-    return _relabel(
+
+    def emit(code):
+      return [_vector([arith.trunci(_int(8), c)]) for c in _scalars(code)]
+
+    return _relabelled(
       [code],
       [self.block_layout],
       (self.across, self.down),
       self._columns(1),
-      lambda code: [_vector([arith.trunci(_int(8), c)]) for c in code],
+      jnp.uint8,
+      emit,
     )
 
   def _blocks(self, array):
@@ -542,23 +596,27 @@ def columns(m: int, k: int, interpret: bool, downs=(4, 2, 1)) -> Columns | None:
   return None
 
 
-def _relabel(arrays, layouts, shape, layout, emit):
-  """uint8 array of registers that ``emit`` makes of the arguments' scalars."""
+def _relabelled(arrays, layouts, shape, layout, dtype, emit):
+  """An array of the registers that ``emit`` makes of the arguments'."""
+  struct = plgpu.ShapeDtypeStruct(shape, np.dtype(dtype), layout=layout)
 
-  @plgpu.inline_mgpu(
-    arg_types=tuple(layouts),
-    return_type=plgpu.ShapeDtypeStruct(
-      shape, np.dtype(jnp.uint8), layout=layout
-    ),
-  )
+  @plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=struct)
   def run(ctx, *arrays):
     del ctx
-    scalars = (
-      [s for r in a.registers.flat for s in _elements(r)] for a in arrays
-    )
-    return _array(emit(*scalars), shape, layout, False)
+    registers = emit(*(list(a.registers.flat) for a in arrays))
+    return _array(registers, shape, layout, False)
 
   return run(*arrays)
+
+
+def _scalars(registers):
+  return [s for register in registers for s in _elements(register)]
+
+
+def _interleaved(low, high):
+  """Registers of eight bytes out of registers of words, scalar by scalar."""
+  pairs = zip(_scalars(low), _scalars(high), strict=True)
+  return [_bytes(a, b) for a, b in pairs]
 
 
 def _bytes(low, high):

@@ -6,6 +6,8 @@ the CPU, and quantised products differ from plain ones by the expected error
 bug bank A19). Runs are recorded in docs/performance.md.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +16,10 @@ import pytest
 import fp4jax
 from fp4jax import Operand
 from fp4jax import Rht
+from fp4jax import kernels
 from fp4jax import policies
 from fp4jax import recipes
+from fp4jax import rounding
 
 
 def gpus():
@@ -157,3 +161,141 @@ def test_bf16_policy_is_bit_identical():
   model = lambda w, x: jnp.tanh(x @ w)
   f = fp4jax.quantize(model, policies.bf16())
   np.testing.assert_array_equal(jax.jit(f)(w, x), jax.jit(model)(w, x))
+
+
+# Kernels: pallas_kernels against the reference, on the same GPU.
+
+SERVED = {
+  name: operand
+  for name, operand in OPERANDS.items()
+  if operand.format.startswith("nvfp4")
+  and kernels.serves(operand, False)
+  and (operand.rht is None or operand.rht.size == 16)
+}
+STREAM = rounding.site_stream(jax.random.key(3), 1, 2, 3)
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "columns"))
+def both_backends(x, rows, columns):
+  """By kernels and by the reference, parts of each direction."""
+  requests = [
+    operand and kernels.Request(operand, packed=True, decoded=True)
+    for operand in (rows, columns)
+  ]
+  results = kernels.quantize(x, *requests, (STREAM, STREAM))
+  parts = []
+  for operand, axis, got in zip(
+    (rows, columns), (-1, -2), results, strict=True
+  ):
+    if operand is None:
+      continue
+    want = fp4jax.quantize_array(x, operand, STREAM, axis=axis)
+    values = want.decode()
+    parts += [
+      (got.codes.codes, want.codes),
+      (got.codes.scales, want.scales),
+      (got.tensor_scale, want.tensor_scale),
+      (got.decoded, values if axis == -1 else jnp.swapaxes(values, -1, -2)),
+      (kernels.decode(got.codes), values),
+    ]
+  return parts
+
+
+def assert_equal_bits(parts):
+  for got, want in jax.device_get(parts):
+    assert got.shape == want.shape and got.dtype == want.dtype
+    assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SERVED)
+def test_kernels_give_the_reference_s_bits(name, dtype):
+  operand = SERVED[name]
+  columns = operand if kernels.serves(operand, True) else Operand()
+  for kind, x in arrays().items():
+    parts = both_backends(jnp.asarray(x, dtype), operand, columns)
+    try:
+      assert_equal_bits(parts)
+    except AssertionError as error:
+      raise AssertionError(f"{name}, {kind}, {dtype}") from error
+
+
+@pytest.mark.parametrize(
+  "shape", [(5, 7), (16, 16), (50, 40), (130, 257), (3, 33, 65), (4096, 2048)]
+)
+def test_kernels_take_any_size(shape):
+  x = jax.random.t(jax.random.key(0), 3.0, shape, jnp.float32)
+  rotated = Operand(rounding="sr", rht=Rht())
+  assert_equal_bits(
+    both_backends(x.astype("bfloat16"), Operand(rounding="sr"), rotated)
+  )
+
+
+def test_kernels_beyond_65535_programs_and_2_31_elements():
+  """[81920, 27648] BF16: 2.3e9 elements, 4.2 GiB; by parts of the reference."""
+  shape = 81920, 27648
+  x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+  request = kernels.Request(Operand(), packed=True, decoded=False)
+  rotated = kernels.Request(Operand(rht=Rht()), packed=True, decoded=False)
+  rows, columns = jax.jit(lambda x: kernels.quantize(x, request, rotated))(x)
+  top = jnp.max(jnp.abs(x)).astype(jnp.float32)
+  assert float(rows.tensor_scale) == pytest.approx(float(top) / 2688, rel=1e-6)
+  # The last rows, with an element of the whole operand's amax beside them.
+  tail = x[-64:].at[0, 0].set(top.astype(jnp.bfloat16))
+  want = fp4jax.quantize_array(tail, Operand())
+  assert_equal_bits([(rows.codes.codes[-63:], want.codes[1:])])
+  assert int(jnp.sum(columns.codes.scales[-256:, -4:] == 0)) == 0
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_dot_by_kernels(batch):
+  """The same operands; sums may run in another order."""
+  m, k, n = 192, 320, 144
+  keys = jax.random.split(jax.random.key(0), 3)
+  x, w, g = (
+    jax.random.normal(key, (*batch, *s), jnp.bfloat16)
+    for key, s in zip(keys, ((m, k), (k, n), (m, n)), strict=True)
+  )
+  b = tuple(range(len(batch)))
+  numbers = (((len(b) + 1,), (len(b),)), (b, b))
+  for recipe in (recipes.nvfp4(), recipes.nvfp4_fp8_exact()):
+    out = []
+    for backend in ("pallas", "reference"):
+
+      def product(x, w, backend=backend, recipe=recipe):
+        return fp4jax.dot(
+          x,
+          w,
+          numbers,
+          recipe=recipe,
+          key=jax.random.key(7),
+          backend=backend,
+          preferred_element_type=jnp.float32,
+        )
+
+      y, vjp = jax.vjp(jax.jit(product), x, w)
+      out.append([y, *vjp(g.astype(jnp.float32))])
+    for got, want in zip(*out, strict=True):
+      want = np.asarray(want, np.float32)
+      bound = 2**-7 * np.abs(want).max()  # one rounding to BF16
+      assert np.abs(np.asarray(got, np.float32) - want).max() <= bound
+
+
+def test_the_kernels_are_the_default_on_this_gpu():
+  """And what they quantise is quantised: errors as expected, kernels inside."""
+  if jax.device_count() > 1:
+    pytest.skip("with several GPUs the reference is the default")
+  keys = jax.random.split(jax.random.key(0), 2)
+  x = jax.random.normal(keys[0], (1024, 2048), jnp.bfloat16)
+  w = jax.random.normal(keys[1], (2048, 1024), jnp.bfloat16)
+  numbers = (((1,), (0,)), ((), ()))
+
+  def product(x, w):
+    return fp4jax.dot(x, w, numbers, recipe=recipes.nvfp4())
+
+  compiled = jax.jit(product).lower(x, w).compile()
+  assert "mosaic_gpu" in compiled.as_text()
+  y = np.asarray(compiled(x, w), np.float32)
+  plain = np.asarray(x @ w, np.float32)
+  error = np.linalg.norm(y - plain) / np.linalg.norm(plain)
+  assert error == pytest.approx(0.146, rel=0.08)

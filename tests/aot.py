@@ -1,0 +1,163 @@
+"""Compiles every kernel to machine code for a GPU that is not there.
+
+python tests/aot.py sm_90a
+
+Run by test_aot.py, one process a GPU: Mosaic keeps the first it compiles for.
+Prints each kernel's name, then what MOSAIC_GPU_DUMP_PTX and
+MOSAIC_GPU_DUMP_PTXAS ask for.
+"""
+
+import sys
+
+import jax
+from jax.experimental import topologies
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import amax
+from pallas_kernels import decode
+from pallas_kernels import quantize
+
+SIGNS = 0xD7E8
+_TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_core}
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: {l2}
+  clock_rate_ghz: 1.9
+  device_memory_size: 100000000000
+  shared_memory_per_block_optin: {shared}
+  cuda_compute_capability {{ major: {major} minor: 0 {feature} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+runtime_version {{ major: 13 minor: 0 }}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+device_description_str: "{name}"
+"""
+_LARGE = {"shared_core": 233472, "shared": 232448, "feature": ""}
+GPUS = {
+  "sm_90a": {
+    "name": "NVIDIA H200",
+    "major": 9,
+    "cores": 132,
+    "bandwidth": 4800000000000,
+    "l2": 52428800,
+    **_LARGE,
+  },
+  "sm_100a": {
+    "name": "NVIDIA B200",
+    "major": 10,
+    "cores": 148,
+    "bandwidth": 7672320000000,
+    "l2": 132644864,
+    **_LARGE,
+  },
+  "sm_120a": {
+    "name": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+    "major": 12,
+    "cores": 188,
+    "bandwidth": 1597000000000,
+    "l2": 134217728,
+    "shared_core": 102400,
+    "shared": 101376,
+    "feature": "feature_extension: ACCELERATED_FEATURES",
+  },
+}
+
+
+def struct(shape, dtype):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _quantise(rows, columns, native=False, decoded=None):
+  """A kernel of one direction or both, as a function of its arrays."""
+
+  def run(x, scalars, stream):
+    def operand(config):
+      random = stream if config.rounding == "sr" else None
+      return quantize.Operand(config, scalars, random, decoded=decoded)
+
+    return quantize.quantize(
+      x,
+      rows and operand(rows),
+      columns and operand(columns),
+      native=native,
+    )
+
+  return run
+
+
+def kernels(native: bool) -> dict:
+  """Every kernel in every variant, by name: a function and its arguments."""
+  config = quantize.Config
+  rne, sr = config(), config(rounding="sr")
+  rotated = config(signs=SIGNS)
+  rotated_sr = config(signs=SIGNS, rounding="sr")
+  exact = config(scale="restricted", scale_max=64.0, four_over_six=True)
+  exact_sr = config(scale="restricted", scale_max=64.0, rounding="sr")
+  bf16, f32 = (struct((512, 1024), d) for d in (jnp.bfloat16, jnp.float32))
+  small = struct((16, 256), jnp.bfloat16)
+  rest = struct((4,), jnp.float32), struct((4,), jnp.uint32)
+  codes = struct((512, 512), jnp.uint8), struct((512, 64), jnp.uint8)
+  found = {
+    "rows": (_quantise(rne, None), bf16, *rest),
+    "rows_f32": (_quantise(rne, None), f32, *rest),
+    "rows_sr": (_quantise(sr, None), bf16, *rest),
+    "rows_sr8": (
+      _quantise(config(rounding="sr", sr_bits=8), None),
+      bf16,
+      *rest,
+    ),
+    "rows_decoded": (_quantise(rne, None, False, jnp.bfloat16), bf16, *rest),
+    "rows_exact": (_quantise(exact, None), bf16, *rest),
+    "rows_exact_sr": (_quantise(exact_sr, None), bf16, *rest),
+    "columns": (_quantise(None, rne), bf16, *rest),
+    "columns_one_block": (_quantise(None, rotated), small, *rest),
+    "columns_rht": (_quantise(None, rotated), f32, *rest),
+    "columns_rht_sr": (_quantise(None, rotated_sr), bf16, *rest),
+    "both_rht": (_quantise(rne, rotated), bf16, *rest),
+    "both_rht_sr": (_quantise(sr, rotated_sr), bf16, *rest),
+    "amax": (amax.amax, bf16),
+    "amax_rht": (lambda x: amax.amax(x, signs=SIGNS), bf16),
+    "decode": (decode.decode, *codes),
+    "decode_e4m3": (
+      lambda *a: decode.decode(*a, dtype=jnp.float8_e4m3fn),
+      *codes,
+    ),
+  }
+  if native:
+    found["rows_native"] = (_quantise(rne, None, True), bf16, *rest)
+    found["columns_native"] = (_quantise(None, rotated, True), bf16, *rest)
+  return found
+
+
+def main(gpu: str) -> None:
+  """Compiles the kernels for one GPU."""
+  topology = topologies.get_topology_desc(
+    "aot", "cuda", target_config=_TARGET.format(**GPUS[gpu]), topology="1x1x1"
+  )
+  mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(1), ("x",))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  # Mosaic compiles for the default device.
+  with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
+    for name, (function, *avals) in kernels(gpu != "sm_90a").items():
+      args = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in avals
+      ]
+      print(f"== {name}", flush=True)
+      jax.jit(function).lower(*args).compile()
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])

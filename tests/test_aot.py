@@ -1,0 +1,74 @@
+"""Every kernel compiles to machine code for Hopper and Blackwell, without one.
+
+Contract: for sm_90a, sm_100a and sm_120a, ptxas assembles every kernel, no
+register spills, and the program holds what quantises: E4M3 scales are rounded
+and codes packed. (XLA:GPU deletes plain cast pairs; a kernel's cannot be.)
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+import re
+import subprocess
+import sys
+
+import aot
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(
+  importlib.util.find_spec("jax_cuda13_plugin") is None,
+  reason="needs JAX's CUDA plugin: pip install -e '.[aot]'",
+)
+
+
+@pytest.fixture(scope="module", params=sorted(aot.GPUS))
+def compiled(request):
+  """The GPU, and each kernel's PTX and the words of ptxas."""
+  environment = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "MOSAIC_GPU_DUMP_PTX": "1",
+    "MOSAIC_GPU_DUMP_PTXAS": "1",
+    "PYTHONPATH": os.pathsep.join(
+      [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    ),
+  }
+  done = subprocess.run(
+    [sys.executable, "-u", ROOT / "tests" / "aot.py", request.param],
+    env=environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  assert done.returncode == 0, done.stdout[-3000:]
+  parts = re.split(r"^== (\w+)\n", done.stdout, flags=re.M)
+  return request.param, dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_every_kernel_is_assembled_without_spills(compiled):
+  gpu, outputs = compiled
+  assert set(outputs) == set(aot.kernels(gpu != "sm_90a"))
+  for name, output in outputs.items():
+    assert f".target {gpu}" in output, name
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", output)
+    assert spills and set(spills) == {"0"}, (name, spills)
+    (registers,) = set(re.findall(r"Used (\d+) registers", output))
+    assert int(registers) <= 168, name  # three programs a multiprocessor
+
+
+def test_quantisation_is_in_the_program(compiled):
+  gpu, outputs = compiled
+  for name, output in outputs.items():
+    if name.startswith(("amax", "decode")):
+      continue
+    assert "cvt.rn.satfinite.e4m3x2.f32" in output, name
+    assert "rcp.rn.f32" in output, name
+    native = name.endswith("native")
+    assert ("cvt.rn.satfinite.e2m1x2.f32" in output) == native, name
+    assert ("shf.l.wrap.b32" in output) != native, name
+    assert ("mul.wide.u32" in output) >= ("_sr" in name), name
+    assert ("cvt.rn.bf16x2.f32" in output) >= ("rht" in name), name
+  assert ("rows_native" in outputs) == (gpu != "sm_90a")

@@ -1,0 +1,396 @@
+"""Kernels, run by the Mosaic interpreter on a CPU.
+
+Contract: codes, block scales, tensor scales and decoded values of the Pallas
+backend are bit for bit those of the reference, whatever the shape, dtype,
+rounding and data; what runs on a GPU is held to the same in test_gpu.py.
+"""
+
+import dataclasses
+import subprocess
+import sys
+import types
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp4jax
+from fp4jax import Operand
+from fp4jax import Rht
+from fp4jax import _jax
+from fp4jax import backends
+from fp4jax import block_scaled
+from fp4jax import errors
+from fp4jax import kernels
+from fp4jax import policies
+from fp4jax import recipes
+from fp4jax import rounding
+from pallas_kernels import amax
+from pallas_kernels import compat
+from pallas_kernels import decode
+from pallas_kernels import quantize
+from pallas_kernels import registers
+
+OPERANDS = {
+  "rne": Operand(),
+  "sr": Operand(rounding="sr"),
+  "sr8": Operand(rounding="sr", sr_bits=8),
+  "guard": Operand(rounding="sr", scale_guard=16 / 17),
+  "rht": Operand(rht=Rht()),
+  "rht_signs_sr": Operand(rht=Rht(signs=0x1234), rounding="sr"),
+  "four_over_six": Operand(four_over_six=True),
+  "exact": Operand(format="nvfp4_fp8_exact", four_over_six=True),
+  "exact_sr": Operand(format="nvfp4_fp8_exact", rounding="sr"),
+}
+STREAM = rounding.site_stream(jax.random.key(3), 5, 2, 7)
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+def operand_data(shape, dtype="float32", seed=0):
+  """Heavy-tailed values with zeros of both signs, tiny and large blocks."""
+  rng = np.random.default_rng(seed)
+  x = rng.standard_t(3, shape) * np.exp2(rng.integers(-12, 4, shape))
+  x[..., 0, :16], x[..., 1, :16] = 0.0, -0.0
+  x[..., 2, :16] *= 1e-9
+  x[..., 3, :16] = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6] * 2  # ties
+  return jnp.asarray(x, dtype)
+
+
+def assert_same_bits(got, want):
+  got, want = np.asarray(got), np.asarray(want)
+  assert got.shape == want.shape and got.dtype == want.dtype
+  assert got.tobytes() == want.tobytes()
+
+
+def check(x, rows=None, columns=None):
+  """Compares every result of one call with the reference's."""
+  requests = [
+    operand and kernels.Request(operand, packed=True, decoded=True)
+    for operand in (rows, columns)
+  ]
+  results = kernels.quantize(x, *requests, (STREAM, STREAM), interpret=True)
+  for operand, axis, result in zip(
+    (rows, columns), (-1, -2), results, strict=True
+  ):
+    if operand is None:
+      assert result is None
+      continue
+    want = block_scaled.quantize_array(x, operand, STREAM, axis=axis)
+    assert_same_bits(result.codes.codes, want.codes)
+    assert_same_bits(result.codes.scales, want.scales)
+    assert_same_bits(result.codes.tensor_scale, want.tensor_scale)
+    assert_same_bits(result.tensor_scale, want.tensor_scale)
+    assert jax.tree.structure(result.codes) == jax.tree.structure(want)
+    values = want.decode()
+    if axis == -2:
+      values = jnp.swapaxes(values, -1, -2)
+    assert_same_bits(result.decoded, values)
+    assert_same_bits(
+      kernels.decode(result.codes, interpret=True), want.decode()
+    )
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_bits_of_both_directions(name):
+  operand = OPERANDS[name]
+  check(operand_data((64, 128), "bfloat16"), operand, operand)
+
+
+@pytest.mark.parametrize("name", ["rne", "rht_signs_sr", "exact"])
+def test_bits_of_float32(name):
+  operand = OPERANDS[name]
+  check(operand_data((32, 128)), Operand(rounding="sr"), operand)
+
+
+@pytest.mark.parametrize("shape", [(50, 40), (5, 272), (16, 256), (130, 17)])
+def test_bits_of_any_size(shape):
+  """Padded inside; padding touches neither amax nor the random bits."""
+  x = operand_data(shape, "bfloat16")
+  check(x, Operand(rounding="sr"), Operand(rht=Rht(), rounding="sr"))
+
+
+def test_float16_is_read_exactly():
+  check(operand_data((32, 64), "float16"), Operand(), Operand())
+
+
+@pytest.mark.parametrize("block", [(16, 16)])
+@pytest.mark.parametrize("shape", [(64, 64), (40, 50)])
+def test_bits_of_square_blocks(block, shape):
+  check(operand_data(shape, "bfloat16"), Operand(block=block))
+
+
+@pytest.mark.parametrize(
+  "name, value",
+  [
+    ("nan", np.nan),
+    ("inf", -np.inf),
+    ("zero", None),
+    ("tiny", 1e-36),
+    ("subnormal", 1e-41),
+    ("huge", 1e37),
+  ],
+)
+def test_bits_of_special_operands(name, value):
+  x = np.array(operand_data((32, 128)))
+  if name in ("nan", "inf"):
+    x[7, 9] = value
+  elif name == "zero":
+    x = np.zeros_like(x)
+  else:
+    x = (x / np.abs(x).max() * value).astype(np.float32)
+  check(jnp.asarray(x), Operand(), Operand(rht=Rht(), rounding="sr"))
+
+
+def test_batch_elements_are_operands_of_their_own():
+  x = (
+    operand_data((3, 32, 64), "bfloat16")
+    * jnp.array([1, 8, 64], "bfloat16")[:, None, None]
+  )
+  check(x, Operand(rounding="sr"), Operand(rounding="sr", rht=Rht()))
+
+
+def test_vmap_and_scan():
+  x = operand_data((2, 32, 128), "bfloat16")
+  request = kernels.Request(Operand(), packed=True, decoded=False)
+
+  def codes(x):
+    return kernels.quantize(x, request, interpret=True)[0].codes.codes
+
+  want = jnp.stack([block_scaled.quantize_array(v, Operand()).codes for v in x])
+  assert_same_bits(jax.vmap(codes)(x), want)
+  _, scanned = jax.lax.scan(lambda c, v: (c, codes(v)), 0, x)
+  assert_same_bits(scanned, want)
+
+
+@pytest.mark.parametrize("signs", [None, 0xD7E8])
+@pytest.mark.parametrize("shape", [(16, 256), (96, 128), (320, 64)])
+def test_amax_of_operand_and_rotation(signs, shape):
+  x = operand_data(shape, "bfloat16")
+  plain, rotated = amax.amax(
+    x, signs=signs, interpret=compat.interpret_params()
+  )
+  assert_same_bits(plain, jnp.max(jnp.abs(x)).astype(jnp.float32))
+  if signs is None:
+    assert rotated is None
+  else:
+    q = block_scaled.quantize_array(x, Operand(rht=Rht()), axis=-2)
+    want = 2688 / np.float64(rotated)
+    np.testing.assert_allclose(1 / q.tensor_scale, want, rtol=1e-6)
+
+
+def test_decode_to_e4m3_is_exact():
+  """Products of codes and restricted scales are E4M3 numbers."""
+  x = operand_data((32, 64))
+  q = block_scaled.quantize_array(x, OPERANDS["exact"])
+  values = decode.decode(
+    q.codes,
+    q.scales,
+    dtype=jnp.float8_e4m3fn,
+    interpret=compat.interpret_params(),
+  )
+  assert_same_bits(values.astype(jnp.float32), q.decode(jnp.float32))
+
+
+def test_kernels_have_no_races():
+  params = compat.interpret_params(detect_races=True)
+  scalars = jnp.array([1.0, 1.0, 1.0, 2.0**-100], jnp.float32)
+  stream = jnp.arange(4, dtype=jnp.uint32)
+  x = operand_data((64, 128), "bfloat16")
+  config = quantize.Config(rounding="sr", signs=0xD7E8)
+  operand = quantize.Operand(config, scalars, stream, decoded=jnp.bfloat16)
+  codes = block_scaled.quantize_array(x, Operand())
+  for run in (
+    lambda: quantize.quantize(x, operand, operand, params),
+    lambda: amax.amax(x, signs=1, interpret=params),
+    lambda: decode.decode(codes.codes, codes.scales, interpret=params),
+  ):
+    jax.block_until_ready(run())  # raises where it finds a race
+
+
+RACE = """
+import jax, jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from pallas_kernels import compat
+
+def kernel(out_ref, shared):
+  thread = jax.lax.axis_index("thread")
+  shared[...] = jnp.full((128,), thread, jnp.int32)
+  out_ref[...] = shared[...]
+
+jax.block_until_ready(plgpu.kernel(
+  kernel,
+  out_type=jax.ShapeDtypeStruct((128,), jnp.int32),
+  scratch_types=[plgpu.SMEM((128,), jnp.int32)],
+  grid=(1,),
+  grid_names=("i",),
+  num_threads=2,
+  thread_name="thread",
+  interpret=compat.interpret_params(detect_races=True),
+)())
+"""
+
+
+def test_the_race_detector_finds_a_race():
+  """In a process of its own: an exception spoils the interpreter's state."""
+  done = subprocess.run(
+    [sys.executable, "-c", RACE], capture_output=True, text=True
+  )
+  assert done.returncode != 0 and "RACE DETECTED" in done.stderr
+
+
+@pytest.mark.parametrize(
+  "call, words",
+  [
+    (lambda x, o: quantize.quantize(x, None, None), ["neither"]),
+    (lambda x, o: quantize.quantize(x[:3], o, None), ["2048", "pad"]),
+    (lambda x, o: quantize.quantize(x[:3], None, o), ["(64, 64)", "pad"]),
+    (lambda x, o: quantize.quantize(x.astype(int), o, None), ["int32", "cast"]),
+    (lambda x, o: amax.amax(x[:3]), ["(16, 256)", "pad"]),
+    (lambda x, o: decode.decode(x[:3], x), ["2048", "pad"]),
+  ],
+)
+def test_what_tiles_do_not_divide_is_refused(call, words):
+  operand = quantize.Operand(quantize.Config(), jnp.ones(4))
+  with pytest.raises(ValueError) as info:
+    call(jnp.ones((64, 128)), operand)
+  assert all(w in str(info.value) for w in words)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_fp8_exact"])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_dot_gives_the_numbers_of_the_reference(recipe, batch):
+  """Operands have the same bits; only sums may run in another order."""
+  m, k, n = 50, 40, 33
+  rng = np.random.default_rng(1)
+  x, w, g = (
+    jnp.asarray(rng.standard_normal((*batch, *s)), jnp.float32)
+    for s in ((m, k), (k, n), (m, n))
+  )
+  b = tuple(range(len(batch)))
+  numbers = (((len(b) + 1,), (len(b),)), (b, b))
+  results = []
+  for backend in ("reference", "pallas_interpret"):
+
+    def product(x, w, backend=backend):
+      return fp4jax.dot(
+        x,
+        w,
+        numbers,
+        recipe=getattr(recipes, recipe)(),
+        key=jax.random.key(7),
+        backend=backend,
+      )
+
+    y, vjp = jax.vjp(jax.jit(product), x, w)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(vjp))
+    results.append(([y, *vjp(g)], kept))
+  (want, want_kept), (got, kept) = results
+  assert kept == want_kept
+  for a, b in zip(got, want, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+def test_quantize_takes_a_backend():
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.Dense(48)(nn.relu(nn.Dense(64)(x)))
+
+  net, x = Net(), operand_data((32, 64))
+  params = net.init(jax.random.key(0), x)
+  grads = []
+  for backend in ("reference", "pallas_interpret"):
+    apply = fp4jax.quantize(net.apply, policies.all_linear(), backend=backend)
+
+    def loss(params, apply=apply):
+      return jnp.sum(apply(params, x, fp4_key=jax.random.key(1)) ** 2)
+
+    grads.append(jax.jit(jax.grad(loss))(params))
+  for a, b in zip(*map(jax.tree.leaves, grads), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+class TestBackends:
+  """What serves a recipe is asked beforehand, with a reason."""
+
+  def device(self, monkeypatch, count=1, **attributes):
+    device = types.SimpleNamespace(
+      **{
+        "platform": "gpu",
+        "device_kind": "NVIDIA H200",
+        "compute_capability": "9.0",
+        **attributes,
+      }
+    )
+    monkeypatch.setattr(_jax, "default_device", lambda: device)
+    monkeypatch.setattr(_jax, "device_count", lambda: count)
+
+  def test_a_hopper_gpu_is_served_by_kernels(self, monkeypatch):
+    self.device(monkeypatch)
+    assert backends.check(recipes.nvfp4()).name == "pallas"
+    assert backends.check(recipes.nvfp4_fp8_exact()).name == "pallas"
+    assert not backends.rounds_to_e2m1()
+
+  def test_blackwell_rounds_itself(self, monkeypatch):
+    self.device(monkeypatch, compute_capability="10.0")
+    assert backends.check(recipes.nvfp4()).name == "pallas"
+    assert backends.rounds_to_e2m1()
+
+  @pytest.mark.parametrize(
+    "attributes, words",
+    [
+      ({"platform": "cpu", "device_kind": "cpu"}, ["'cpu'", "NVIDIA"]),
+      ({"compute_capability": "8.9"}, ["8.9", "9.0"]),
+      ({"compute_capability": None}, ["compute capability"]),
+    ],
+  )
+  def test_other_devices(self, monkeypatch, attributes, words):
+    self.device(monkeypatch, **attributes)
+    choice = backends.check(recipes.nvfp4())
+    assert choice.name == "reference"
+    assert all(w in choice.reason for w in words)
+    with pytest.raises(errors.UnsupportedError) as info:
+      backends.check(recipes.nvfp4(), "pallas")
+    assert all(w in str(info.value) for w in [*words, "backend='reference'"])
+
+  def test_several_devices_are_left_to_the_reference(self, monkeypatch):
+    self.device(monkeypatch, count=2)
+    choice = backends.check(recipes.nvfp4())
+    assert choice.name == "reference" and "several" in choice.reason
+    assert backends.check(recipes.nvfp4(), "pallas").name == "pallas"
+
+  @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "fp8"])
+  def test_formats_without_kernels(self, monkeypatch, name):
+    self.device(monkeypatch)
+    recipe = getattr(recipes, name)()
+    assert backends.check(recipe).name == "reference"
+    with pytest.raises(errors.UnsupportedError, match="no kernel"):
+      backends.check(recipe, "pallas_interpret")
+
+  def test_other_rotations(self, monkeypatch):
+    self.device(monkeypatch)
+    recipe = recipes.nvfp4()
+    gemm = recipe.wgrad
+    rotated = Rht(size=64)
+    gemm = dataclasses.replace(
+      gemm,
+      lhs=dataclasses.replace(gemm.lhs, rht=rotated),
+      rhs=dataclasses.replace(gemm.rhs, rht=rotated),
+    )
+    choice = backends.check(dataclasses.replace(recipe, wgrad=gemm))
+    assert choice.name == "reference" and "64" in choice.reason
+
+  def test_unknown(self):
+    with pytest.raises(ValueError, match="pallas_interpret"):
+      backends.check(recipes.nvfp4(), "cuda")
+
+
+def test_round_keys_are_philox4x32s():
+  key = jnp.array([3, 5], jnp.uint32)
+  keys = registers.round_keys(key)
+  counter = tuple(jnp.full((1,), i, jnp.uint32) for i in (9, 8, 7, 6))
+  got = registers._philox4x32(registers._Numpy, counter, list(keys))
+  want = rounding.philox4x32((9, 8, 7, 6), (3, 5))
+  assert [int(w[0]) for w in got] == [int(w) for w in want]
