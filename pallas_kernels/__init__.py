@@ -1,1 +1,1 @@
-"""Mosaic GPU kernels. None yet: the reference backend serves every device."""
+"""Mosaic GPU kernels: quantise, amax, decode. See README.md."""
