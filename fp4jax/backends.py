@@ -98,10 +98,12 @@ def _device_obstacle() -> str | None:
   return None
 
 
-def rounds_to_e2m1() -> bool:
-  """Whether the default device has an instruction that rounds to E2M1."""
-  capability = _capability(_jax.default_device())
-  return capability is not None and capability >= _BLACKWELL
+def native_rounding() -> tuple[str, ...]:
+  """What the default device rounds to E2M1 by instructions of its own."""
+  capability = _capability(_jax.default_device()) or (0, 0)
+  if capability < _BLACKWELL:
+    return ()
+  return ("rne", "sr8") if capability[0] == _BLACKWELL[0] else ("rne",)
 
 
 def _capability(device) -> tuple[int, int] | None:

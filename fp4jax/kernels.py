@@ -96,7 +96,7 @@ def quantize(
     rows=rows,
     columns=columns,
     interpret=interpret,
-    native=not interpret and backends.rounds_to_e2m1(),
+    native=() if interpret else backends.native_rounding(),
   )
   *batch, m, k = x.shape
   shapes = (*batch, m, k), (*batch, k, m)

@@ -127,7 +127,7 @@ def quantize(
   config: Config,
   block_amax=None,
   random=None,
-  native: bool = False,
+  native: tuple[str, ...] = (),
 ):
   """Codes and scales of the blocks of a tile.
 
@@ -141,8 +141,7 @@ def quantize(
     block_amax: float32, of blocks that reach beyond the tile; None
       takes the amax of ``x``.
     random: uint32 tile of random bits, for stochastic rounding.
-    native: round to nearest by the GPU's own instruction, where it is all that
-      is asked for.
+    native: "rne" and "sr8", where the GPU rounds so itself.
 
   Returns:
     Two uint32 words of codes a block; a uint32 E4M3 code of each scale;
@@ -158,9 +157,10 @@ def quantize(
     live = jnp.where(value == 0.0, 1.0, value * tensor_scale)
     return scale, value, x * tile.spread(tile.reciprocal(live))
 
-  if native and config.rounding == "rne" and not config.four_over_six:
+  way = "rne" if config.rounding == "rne" else f"sr{config.sr_bits}"
+  if way in native and not config.four_over_six:
     scale, value, values = scaled(jnp.minimum(v, config.scale_max))
-    words = tile.pack_native(values)
+    words = tile.pack_native(values, random)
     zero = value == 0.0
     return [jnp.where(zero, jnp.uint32(0), w) for w in words], scale, None
 

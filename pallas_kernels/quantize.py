@@ -44,7 +44,10 @@ class Operand(NamedTuple):
       counter, batch element.
     block_amax: float32 [m, k / 16] of blocks of several rows; for rows only.
     packed: whether codes and scales are wanted.
-    decoded: dtype in which decoded values are wanted, or None.
+    decoded: dtype in which decoded values are wanted, or None; E4M3 holds those
+      of the restricted grid exactly.
+    tiled_scales: scales in the order of Blackwell's tensor cores, see
+      ``tile_scales``.
   """
 
   config: Config
@@ -53,6 +56,7 @@ class Operand(NamedTuple):
   block_amax: Any = None
   packed: bool = True
   decoded: Any = None
+  tiled_scales: bool = False
 
 
 class Quantized(NamedTuple):
@@ -60,7 +64,8 @@ class Quantized(NamedTuple):
 
   Attributes:
     codes: uint8, two codes a byte: [m, k / 2] of rows, [k, m / 2] of columns.
-    scales: uint8 E4M3 codes, [m, k / 16] of rows, [k, m / 16] of columns.
+    scales: uint8 E4M3 codes, [m, k / 16] of rows, [k, m / 16] of columns; in
+      the order of ``tile_scales`` where that was asked for.
     decoded: [m, k] codes times scales, of rows and of columns.
   """
 
@@ -74,7 +79,7 @@ def quantize(
   rows: Operand | None,
   columns: Operand | None,
   interpret=None,
-  native: bool = False,
+  native: tuple[str, ...] = (),
 ):
   """Quantises an operand along its rows, its columns, or both.
 
@@ -84,8 +89,8 @@ def quantize(
     rows: how blocks of sixteen neighbours are quantised.
     columns: how blocks of sixteen rows are.
     interpret: ``compat.interpret_params()`` on a CPU.
-    native: round to E2M1 by the instruction that GPUs of compute capability
-      10.0 and later have; the same bits.
+    native: what the GPU rounds to E2M1 by an instruction of its own, with the
+      same bits: "rne" (compute capability 10.0 and later), "sr8" (10.x).
 
   Returns:
     A ``Quantized`` for each direction that was asked for.
@@ -133,6 +138,28 @@ def quantize(
   return quantised[::-1]
 
 
+def tile_scales(scales):
+  """Block scales in the order that tcgen05 MMAs and cuBLAS read.
+
+  Tiles of 128 rows and 4 blocks, 512 bytes each; of a tile's rows, 32 lie apart
+  by 16 bytes, and the four of them that a row of 16 bytes holds by 32.
+
+  Args:
+    scales: uint8 [rows, blocks].
+
+  Returns:
+    uint8 [rows / 128, blocks / 4, 32, 16], both rounded up, padded with zeros.
+
+  References:
+    PTX ISA, "tcgen05 scale factor layouts", scale_vec::4X.
+  """
+  rows, blocks = scales.shape
+  scales = jnp.pad(scales, ((0, -rows % 128), (0, -blocks % 4)))
+  rows, blocks = scales.shape
+  tiles = scales.reshape(rows // 128, 4, 32, blocks // 4, 4)
+  return tiles.transpose(0, 3, 2, 1, 4).reshape(-1, blocks // 4, 32, 16)
+
+
 def check(x, rows, columns):
   """Raises ValueError where the tiles do not divide the operand."""
   m, k = x.shape
@@ -163,7 +190,7 @@ class _Direction:
     m: rows of the operand.
     k: its columns.
     interpret: whether the kernel runs on a CPU.
-    native: whether the GPU rounds to E2M1 itself.
+    native: what the GPU rounds to E2M1 itself.
     alone: whether the kernel has no other direction.
   """
 
@@ -171,7 +198,7 @@ class _Direction:
   m: int
   k: int
   interpret: bool
-  native: bool
+  native: tuple[str, ...]
   alone: bool
 
   programs: ClassVar[Any]
@@ -220,6 +247,8 @@ class _Direction:
       rows, width = self.packed_rows()
       codes = codes.reshape(rows, width // 2)
       scales = scales.reshape(rows, width // BLOCK)
+      if operand.tiled_scales:
+        scales = tile_scales(scales)
     if operand.decoded is not None:
       decoded = outputs.pop(0).reshape(m, k)
     return Quantized(codes, scales, decoded)
@@ -261,7 +290,7 @@ class _Direction:
       config,
       block_amax,
       random,
-      self.native and self.operand.decoded is None,
+      self.native if self.operand.decoded is None else (),
     )
     decoded = None
     if self.operand.decoded is not None:

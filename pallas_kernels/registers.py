@@ -260,25 +260,47 @@ class Tile:
 
     return self._blockwise(emit, twin, (index, x), [jnp.uint32] * 2, 1)
 
-  def pack_native(self, x):
-    """The codes of float32 values, rounded by Blackwell, in two words."""
+  def pack_native(self, x, random=None):
+    """The codes of float32 values, rounded by Blackwell, in two words.
 
-    def emit(x):
+    To nearest, or stochastically with eight random bits an element.
+    """
+    if self.interpret:
+      raise NotImplementedError("no CPU has the instruction")
+
+    def nearest(x):
       steps = "".join(
         f"cvt.rn.satfinite.e2m1x2.f32 b{i}, ${2 * i + 2}, ${2 * i + 1};"
         for i in range(4)
       )
       asm = f"{{.reg .b8 b<4>;{steps}mov.b32 $0, {{b0,b1,b2,b3}};}}"
-      constraints = "=r" + ",f" * 8
+      return llvm.inline_asm(_int(32), x, asm, "=r" + ",f" * 8)
+
+    def stochastic(x, random):
+      i32, halves = _int(32), []
+      for first in (0, 4):
+        bits = random[first]  # a byte an element, the first lowest
+        for i in range(1, 4):
+          shifted = _shifted(random[first + i], 8 * i)
+          bits = arith.ori(bits, shifted)
+        asm = "cvt.rs.satfinite.e2m1x4.f32 $0, {$1, $2, $3, $4}, $5;"
+        args = [*reversed(x[first : first + 4]), bits]
+        half = llvm.inline_asm(_int(16), args, asm, "=h,f,f,f,f,r")
+        halves.append(arith.extui(i32, half))
+      return arith.ori(halves[0], _shifted(halves[1], 16))
+
+    def emit(x, *random):
       return [
-        [llvm.inline_asm(_int(32), x[first : first + 8], asm, constraints)]
-        for first in (0, 8)
+        [
+          stochastic(x[i : i + 8], random[0][i : i + 8])
+          if random
+          else nearest(x[i : i + 8])
+        ]
+        for i in (0, 8)
       ]
 
-    def twin(x):
-      raise NotImplementedError("no CPU has the instruction")
-
-    return self._blockwise(emit, twin, (x,), [jnp.uint32] * 2, 1)
+    args = (x,) if random is None else (x, random)
+    return self._blockwise(emit, None, args, [jnp.uint32] * 2, 1)
 
   def unpack(self, words):
     """float32 tile of the E2M1 codes in words, eight a word."""

@@ -75,12 +75,14 @@ GPUS = {
   },
 }
 
+NATIVE: dict = {"sm_90a": (), "sm_100a": ("rne", "sr8"), "sm_120a": ("rne",)}
+
 
 def struct(shape, dtype):
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _quantise(rows, columns, native=False, decoded=None):
+def _quantise(rows, columns, native=(), decoded=None):
   """A kernel of one direction or both, as a function of its arrays."""
 
   def run(x, scalars, stream):
@@ -98,8 +100,9 @@ def _quantise(rows, columns, native=False, decoded=None):
   return run
 
 
-def kernels(native: bool) -> dict:
+def kernels(gpu: str) -> dict:
   """Every kernel in every variant, by name: a function and its arguments."""
+  native = NATIVE[gpu]
   config = quantize.Config
   rne, sr = config(), config(rounding="sr")
   rotated = config(signs=SIGNS)
@@ -119,7 +122,7 @@ def kernels(native: bool) -> dict:
       bf16,
       *rest,
     ),
-    "rows_decoded": (_quantise(rne, None, False, jnp.bfloat16), bf16, *rest),
+    "rows_decoded": (_quantise(rne, None, (), jnp.bfloat16), bf16, *rest),
     "rows_exact": (_quantise(exact, None), bf16, *rest),
     "rows_exact_sr": (_quantise(exact_sr, None), bf16, *rest),
     "columns": (_quantise(None, rne), bf16, *rest),
@@ -130,15 +133,23 @@ def kernels(native: bool) -> dict:
     "both_rht_sr": (_quantise(sr, rotated_sr), bf16, *rest),
     "amax": (amax.amax, bf16),
     "amax_rht": (lambda x: amax.amax(x, signs=SIGNS), bf16),
+    "rows_decoded_e4m3": (
+      _quantise(exact, None, (), jnp.float8_e4m3fn),
+      bf16,
+      *rest,
+    ),
     "decode": (decode.decode, *codes),
     "decode_e4m3": (
       lambda *a: decode.decode(*a, dtype=jnp.float8_e4m3fn),
       *codes,
     ),
   }
-  if native:
-    found["rows_native"] = (_quantise(rne, None, True), bf16, *rest)
-    found["columns_native"] = (_quantise(None, rotated, True), bf16, *rest)
+  if "rne" in native:
+    found["rows_native"] = (_quantise(rne, None, native), bf16, *rest)
+    found["columns_native"] = (_quantise(None, rotated, native), bf16, *rest)
+  if "sr8" in native:
+    sr8 = config(rounding="sr", sr_bits=8)
+    found["rows_native_sr8"] = (_quantise(sr8, None, native), bf16, *rest)
   return found
 
 
@@ -151,7 +162,7 @@ def main(gpu: str) -> None:
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   # Mosaic compiles for the default device.
   with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
-    for name, (function, *avals) in kernels(gpu != "sm_90a").items():
+    for name, (function, *avals) in kernels(gpu).items():
       args = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in avals
       ]

@@ -50,7 +50,7 @@ def compiled(request):
 
 def test_every_kernel_is_assembled_without_spills(compiled):
   gpu, outputs = compiled
-  assert set(outputs) == set(aot.kernels(gpu != "sm_90a"))
+  assert set(outputs) == set(aot.kernels(gpu))
   for name, output in outputs.items():
     assert f".target {gpu}" in output, name
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", output)
@@ -66,9 +66,13 @@ def test_quantisation_is_in_the_program(compiled):
       continue
     assert "cvt.rn.satfinite.e4m3x2.f32" in output, name
     assert "rcp.rn.f32" in output, name
-    native = name.endswith("native")
-    assert ("cvt.rn.satfinite.e2m1x2.f32" in output) == native, name
+    native = "native" in name
+    random = native and "sr8" in name
+    nearest = native and not random
+    assert ("cvt.rn.satfinite.e2m1x2.f32" in output) == nearest, name
+    assert ("cvt.rs.satfinite.e2m1x4.f32" in output) == random, name
     assert ("shf.l.wrap.b32" in output) != native, name
     assert ("mul.wide.u32" in output) >= ("_sr" in name), name
     assert ("cvt.rn.bf16x2.f32" in output) >= ("rht" in name), name
-  assert ("rows_native" in outputs) == (gpu != "sm_90a")
+  assert ("rows_native" in outputs) == ("rne" in aot.NATIVE[gpu])
+  assert ("rows_native_sr8" in outputs) == ("sr8" in aot.NATIVE[gpu])

@@ -193,6 +193,50 @@ def test_decode_to_e4m3_is_exact():
   assert_same_bits(values.astype(jnp.float32), q.decode(jnp.float32))
 
 
+def test_decoded_to_e4m3_is_exact():
+  """Straight from the quantise kernel, for FP8 tensor cores."""
+  x = operand_data((64, 64), "bfloat16")
+  want = block_scaled.quantize_array(x, OPERANDS["exact"])
+  scale = block_scaled.two_level_scale(
+    jnp.max(jnp.abs(x)).astype(jnp.float32), OPERANDS["exact"]
+  )
+  smallest = jnp.float32(2.0**-100)
+  scalars = [scale.per_block, scale.decode, scale.encode, smallest]
+  config = quantize.Config(
+    scale="restricted", scale_max=64.0, four_over_six=True
+  )
+  operand = quantize.Operand(
+    config, jnp.stack(scalars), packed=False, decoded=jnp.float8_e4m3fn
+  )
+  (got,) = quantize.quantize(x, operand, None, compat.interpret_params())
+  assert got.codes is None
+  assert_same_bits(got.decoded.astype(jnp.float32), want.decode(jnp.float32))
+
+
+def test_scales_in_the_order_of_blackwell():
+  """Row r and block c of a tile lie at byte 16 (r % 32) + 4 (r / 32) + c."""
+  scales = jnp.arange(200 * 6, dtype=jnp.uint32).reshape(200, 6) % 251
+  tiles = np.asarray(quantize.tile_scales(scales.astype(jnp.uint8)))
+  assert tiles.shape == (2, 2, 32, 16)
+  flat = tiles.reshape(2, 2, 512)
+  for r, c in ((0, 0), (33, 1), (127, 3), (128, 4), (199, 5)):
+    place = 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4
+    assert flat[r // 128, c // 4, place] == scales[r, c]
+  assert not flat[0, 1, 2:4].any() and not tiles[1, 0, 8:, 8:].any()
+  x = operand_data((128, 64), "bfloat16")
+  scalars = jnp.array([1.0, 1.0, 1.0, 2.0**-100], jnp.float32)
+  plain, tiled = (
+    quantize.quantize(
+      x,
+      quantize.Operand(quantize.Config(), scalars, tiled_scales=t),
+      None,
+      compat.interpret_params(),
+    )[0]
+    for t in (False, True)
+  )
+  assert_same_bits(tiled.scales, quantize.tile_scales(plain.scales))
+
+
 def test_kernels_have_no_races():
   params = compat.interpret_params(detect_races=True)
   scalars = jnp.array([1.0, 1.0, 1.0, 2.0**-100], jnp.float32)
@@ -331,12 +375,15 @@ class TestBackends:
     self.device(monkeypatch)
     assert backends.check(recipes.nvfp4()).name == "pallas"
     assert backends.check(recipes.nvfp4_fp8_exact()).name == "pallas"
-    assert not backends.rounds_to_e2m1()
+    assert backends.native_rounding() == ()
 
-  def test_blackwell_rounds_itself(self, monkeypatch):
-    self.device(monkeypatch, compute_capability="10.0")
+  @pytest.mark.parametrize(
+    "capability, native", [("10.0", ("rne", "sr8")), ("12.0", ("rne",))]
+  )
+  def test_blackwell_rounds_itself(self, monkeypatch, capability, native):
+    self.device(monkeypatch, compute_capability=capability)
     assert backends.check(recipes.nvfp4()).name == "pallas"
-    assert backends.rounds_to_e2m1()
+    assert backends.native_rounding() == native
 
   @pytest.mark.parametrize(
     "attributes, words",
