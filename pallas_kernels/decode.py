@@ -56,7 +56,7 @@ def decode(codes, scales, *, dtype=jnp.bfloat16, interpret=None):
       places = [pl.ds(start, lanes) for start in starts]
       loaded = []
       for start, place in zip(starts, places, strict=True):
-        blocks = pl.ds(lax.div(start, 2), lanes // 2)
+        blocks = pl.ds(start // 2, lanes // 2)
         words = tile.load_codes(codes_ref.at[place])
         loaded.append((words, tile.load_scales(scales_ref.at[blocks])))
       for place, (words, code) in zip(places, loaded, strict=True):

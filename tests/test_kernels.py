@@ -33,6 +33,8 @@ from pallas_kernels import decode
 from pallas_kernels import quantize
 from pallas_kernels import registers
 
+slow = pytest.mark.slow  # nightly: the same code, other numbers
+
 OPERANDS = {
   "rne": Operand(),
   "sr": Operand(rounding="sr"),
@@ -92,19 +94,40 @@ def check(x, rows=None, columns=None):
     )
 
 
-@pytest.mark.parametrize("name", OPERANDS)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=slow if name in ("guard", "exact_sr") else ())
+    for name in OPERANDS
+  ],
+)
 def test_bits_of_both_directions(name):
   operand = OPERANDS[name]
   check(operand_data((64, 128), "bfloat16"), operand, operand)
 
 
-@pytest.mark.parametrize("name", ["rne", "rht_signs_sr", "exact"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "rht_signs_sr",
+    pytest.param("rne", marks=slow),
+    pytest.param("exact", marks=slow),
+  ],
+)
 def test_bits_of_float32(name):
   operand = OPERANDS[name]
   check(operand_data((32, 128)), Operand(rounding="sr"), operand)
 
 
-@pytest.mark.parametrize("shape", [(50, 40), (5, 272), (16, 256), (130, 17)])
+@pytest.mark.parametrize(
+  "shape",
+  [
+    (50, 40),
+    pytest.param((5, 272), marks=slow),
+    pytest.param((16, 256), marks=slow),
+    pytest.param((130, 17), marks=slow),
+  ],
+)
 def test_bits_of_any_size(shape):
   """Padded inside; padding touches neither amax nor the random bits."""
   x = operand_data(shape, "bfloat16")
@@ -115,10 +138,8 @@ def test_float16_is_read_exactly():
   check(operand_data((32, 64), "float16"), Operand(), Operand())
 
 
-@pytest.mark.parametrize("block", [(16, 16)])
-@pytest.mark.parametrize("shape", [(64, 64), (40, 50)])
-def test_bits_of_square_blocks(block, shape):
-  check(operand_data(shape, "bfloat16"), Operand(block=block))
+def test_bits_of_square_blocks():
+  check(operand_data((40, 50), "bfloat16"), Operand(block=(16, 16)))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +258,7 @@ def test_scales_in_the_order_of_blackwell():
   assert_same_bits(tiled.scales, quantize.tile_scales(plain.scales))
 
 
-def test_kernels_have_no_races():
+def test_kernels_have_no_races(capfd):
   params = compat.interpret_params(detect_races=True)
   scalars = jnp.array([1.0, 1.0, 1.0, 2.0**-100], jnp.float32)
   stream = jnp.arange(4, dtype=jnp.uint32)
@@ -250,7 +271,8 @@ def test_kernels_have_no_races():
     lambda: amax.amax(x, signs=1, interpret=params),
     lambda: decode.decode(codes.codes, codes.scales, interpret=params),
   ):
-    jax.block_until_ready(run())  # raises where it finds a race
+    jax.block_until_ready(run())  # raises or prints, as JAX' version has it
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
 RACE = """
@@ -281,7 +303,7 @@ def test_the_race_detector_finds_a_race():
   done = subprocess.run(
     [sys.executable, "-c", RACE], capture_output=True, text=True
   )
-  assert done.returncode != 0 and "RACE DETECTED" in done.stderr
+  assert "RACE DETECTED" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -302,8 +324,15 @@ def test_what_tiles_do_not_divide_is_refused(call, words):
   assert all(w in str(info.value) for w in words)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_fp8_exact"])
-@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize(
+  "recipe, batch",
+  [
+    ("nvfp4", (2,)),
+    pytest.param("nvfp4", (), marks=slow),
+    pytest.param("nvfp4_fp8_exact", (), marks=slow),
+    pytest.param("nvfp4_fp8_exact", (2,), marks=slow),
+  ],
+)
 def test_dot_gives_the_numbers_of_the_reference(recipe, batch):
   """Operands have the same bits; only sums may run in another order."""
   m, k, n = 50, 40, 33
@@ -334,6 +363,14 @@ def test_dot_gives_the_numbers_of_the_reference(recipe, batch):
   assert kept == want_kept
   for a, b in zip(got, want, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+@slow
+def test_x64_mode():
+  with jax.enable_x64(True):
+    x = jnp.asarray(operand_data((32, 64)), "float64")
+    sr, rotated = Operand(rounding="sr"), Operand(rounding="sr", rht=Rht())
+    check(x, sr, rotated)
 
 
 def test_quantize_takes_a_backend():
