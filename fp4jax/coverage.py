@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import re
 
+from fp4jax import backends
 from fp4jax import dataflow
 from fp4jax import policy
 from fp4jax import recipes
@@ -27,6 +28,7 @@ class Row:
     dgrad: what the input's gradient does.
     wgrad: what the weight's gradient does.
     reason: which rule decided, or why it is left alone.
+    backend: what serves it, and why; None where nothing is quantised.
   """
 
   path: str
@@ -39,6 +41,7 @@ class Row:
   dgrad: str
   wgrad: str
   reason: str
+  backend: backends.Choice | None = None
 
   @property
   def quantised(self) -> bool:
@@ -74,6 +77,9 @@ class Coverage:
     lines.append(
       f"{quantised} of {sum(map(_layers, linear))} linear layers quantised"
     )
+    for backend in dict.fromkeys(row.backend for row in self.quantised):
+      if backend is not None:
+        lines.append(f"backend {backend.name}: {backend.reason}")
     return "\n".join(lines)
 
 
@@ -133,6 +139,7 @@ def _ranges(numbers: list[int]) -> str:
 def tabulate(
   sites: Iterable[dataflow.Site],
   decisions: Mapping[dataflow.Id, Sequence[policy.Decision]],
+  backend: str | None = None,
 ) -> Coverage:
   """The coverage of sites under the decisions of a policy."""
   rows: list[Row] = []
@@ -142,18 +149,20 @@ def tabulate(
     for decision, run in itertools.groupby(decisions.get(site.id, [left])):
       count = len(list(run))
       layers = (position, position + count - 1) if site.scanned else None
-      rows.append(_row(site, decision, layers))
+      rows.append(_row(site, decision, layers, backend))
       position += count
   return Coverage(tuple(rows))
 
 
-def _row(site, decision, layers) -> Row:
+def _row(site, decision, layers, backend) -> Row:
   gemms = {
     gemm: LEFT if how is None else str(how)
     for gemm in recipes.GEMMS
     for how in [getattr(decision.recipe, gemm)]
   }
+  quantised = set(gemms.values()) != {LEFT}
   return Row(
+    backend=backends.check(decision.recipe, backend) if quantised else None,
     path=site.path,
     name=site.name,
     kind=site.kind,

@@ -280,7 +280,7 @@ class Quantized:
       for decision in site:
         backends.check(decision.recipe, self.backend)
     plan = interpreter.Plan(linear, decisions, self.backend)
-    return _Program(jaxpr, plan, tabulate(sites, decisions))
+    return _Program(jaxpr, plan, tabulate(sites, decisions, self.backend))
 
 
 _NODE, _ARRAY = object(), object()

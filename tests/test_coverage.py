@@ -290,7 +290,8 @@ def test_the_table_prints_each_site_and_the_sum():
     "wgrad",
     "reason",
   ]
-  assert "6 of 8 linear layers quantised" in lines[-1]
+  assert "6 of 8 linear layers quantised" in lines[-2]
+  assert lines[-1].startswith("backend ") and ": " in lines[-1]
   for site in ("head", "stack", "blocks_0/up", "blocks_[1-3]/up"):
     assert any(line.startswith(site) for line in lines), (site, text)
   (head,) = (line for line in lines if line.startswith("head"))
@@ -339,3 +340,22 @@ def test_a_bare_array_of_parameters_has_a_name():
   f = fp4jax.quantize(lambda w, x: x @ w, policies.all_linear())
   (row,) = fp4jax.coverage(f, jnp.ones((16, 16)), jnp.ones((2, 16))).rows
   assert row.path == "params" and row.quantised
+
+
+def test_the_table_says_which_backend_serves_and_why():
+  x = jnp.ones((32, 64))
+  params = {"w": jnp.ones((64, 32))}
+
+  def model(params, x):
+    return x @ params["w"]
+
+  for backend, words in (
+    ("reference", "backend reference: it was asked for"),
+    ("pallas_interpret", "backend pallas_interpret: it was asked for"),
+  ):
+    q = fp4jax.quantize(model, policies.all_linear(), backend=backend)
+    table = fp4jax.coverage(q, params, x)
+    assert str(table).splitlines()[-1] == words
+    assert table.rows[0].backend.name == backend
+  plain = fp4jax.quantize(model, policies.bf16())
+  assert "backend" not in str(fp4jax.coverage(plain, params, x))
