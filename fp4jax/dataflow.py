@@ -183,7 +183,11 @@ def _contraction(eqn, inputs, id, name, sites):
   elif len(sides) == 2:
     reason = "both operands come from the parameters"
   elif not all(_jax.is_float(v.aval) for v in eqn.invars[:2]):
-    reason = "operands are not real floats"
+    lhs_dtype, rhs_dtype = (v.aval.dtype for v in eqn.invars[:2])
+    reason = (
+      f"operands are {lhs_dtype} and {rhs_dtype}, not both real floats: cast"
+      " them"
+    )
   elif kind == "conv_general_dilated":
     reason = "convolutions are not quantised"
   elif kind == "ragged_dot_general":

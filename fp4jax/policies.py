@@ -1,5 +1,8 @@
 """Ready-made policies."""
 
+import numbers
+
+from fp4jax import errors
 from fp4jax import recipes
 from fp4jax.policy import Policy
 from fp4jax.policy import Rule
@@ -68,10 +71,12 @@ def nemotron(
   References:
     NVIDIA, arXiv 2509.25149, section 4.1 and appendix A.
   """
-  if first < 0 or last < 0:
-    raise ValueError(
-      f"nemotron: first={first}, last={last}; needed counts of 0 or more."
-    )
+  for name, count in (("first", first), ("last", last)):
+    if not isinstance(count, numbers.Integral) or count < 0:
+      raise ValueError(
+        f"nemotron: {name}={errors.shown(count)}; needed a number of blocks, an"
+        " int of 0 or more."
+      )
   rules = [_left_alone(heads, "embeddings and heads", optional=True)]
   if first:
     layers = slice(0, first)
@@ -90,9 +95,10 @@ def last_fraction(
   heads: str | tuple[str, ...] = HEADS,
 ) -> Policy:
   """The last fraction of the blocks, rounded up, and the head in BF16."""
-  if not 0 <= fraction < 1:
+  if not isinstance(fraction, numbers.Real) or not 0 <= fraction < 1:
     raise ValueError(
-      f"last_fraction: fraction={fraction!r}; needed at least 0, below 1."
+      f"last_fraction: fraction={errors.shown(fraction)}; needed a number of at"
+      " least 0, below 1."
     )
   rules = [_left_alone(heads, "embeddings and heads", optional=True)]
   if fraction:

@@ -6,11 +6,13 @@ has into one recipe a site and layer, and refuses policies that do not fit.
 """
 
 import collections
+from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import difflib
 import functools
 import math
+import numbers
 import re
 
 from fp4jax import errors
@@ -19,6 +21,26 @@ from fp4jax import recipes
 Layers = int | slice | frozenset[int] | None
 
 
+def _by_name[T](cls: type[T]) -> type[T]:
+  """Refuses positional arguments of a dataclass in words."""
+  fill = cls.__init__
+
+  @functools.wraps(fill)
+  def __init__(self, *args, **fields):
+    if args:
+      names = [field.name for field in dataclasses.fields(self)]
+      raise ValueError(
+        f"{cls.__name__}: got {errors.shown(args[0])} without a name, needed"
+        f" keyword arguments; write {cls.__name__}({names[0]}=...,"
+        f" {names[1]}=...)."
+      )
+    fill(self, **fields)
+
+  cls.__init__ = __init__  # type: ignore[method-assign]
+  return cls
+
+
+@_by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
   """One line of a policy.
@@ -49,33 +71,39 @@ class Rule:
   name: str = ""
 
   def __post_init__(self):
-    paths = (self.path,) if isinstance(self.path, str) else tuple(self.path)
+    several = isinstance(self.path, Iterable) and not isinstance(self.path, str)
+    paths = tuple(self.path) if several else (self.path,)
     if not paths or not all(isinstance(p, str) and p for p in paths):
       raise ValueError(
-        f"Rule: path={self.path!r} holds no pattern; use a glob such as"
-        ' "**/mlp/**".'
+        f"Rule: path={errors.shown(self.path)} holds no pattern; use a glob"
+        ' such as "**/mlp/**".'
       )
     object.__setattr__(
       self, "path", self.path if isinstance(self.path, str) else paths
     )
     if self.recipe is not None and not isinstance(self.recipe, recipes.Recipe):
       raise ValueError(
-        f"Rule: recipe={self.recipe!r} is no Recipe; call one of"
+        f"Rule: recipe={errors.shown(self.recipe)} is no Recipe; call one of"
         " fp4jax.recipes, as in recipe=fp4jax.recipes.nvfp4(), or None."
       )
     if isinstance(self.layers, (set, frozenset, list, tuple, range)):
       object.__setattr__(self, "layers", frozenset(self.layers))
-    elif not isinstance(self.layers, (int, slice, type(None))):
+    indices = self.layers if isinstance(self.layers, frozenset) else ()
+    integers = all(isinstance(index, numbers.Integral) for index in indices)
+    known = isinstance(self.layers, (int, slice, frozenset, type(None)))
+    if not known or not integers:
       raise ValueError(
-        f"Rule: layers={self.layers!r}; use an int, a slice or a set of ints."
+        f"Rule: layers={errors.shown(self.layers)}; use an int, a slice or a"
+        " set of ints."
       )
     if self.gemms is not None:
-      object.__setattr__(self, "gemms", tuple(self.gemms))
-      unknown = [g for g in self.gemms if g not in recipes.GEMMS]
-      if unknown or not self.gemms:
+      gemms = () if isinstance(self.gemms, str) else tuple(self.gemms)
+      if not gemms or any(gemm not in recipes.GEMMS for gemm in gemms):
         raise ValueError(
-          f"Rule: gemms={self.gemms!r}; use some of {', '.join(recipes.GEMMS)}."
+          f"Rule: gemms={errors.shown(self.gemms)}; use a tuple of some of"
+          f" {', '.join(recipes.GEMMS)}."
         )
+      object.__setattr__(self, "gemms", gemms)
 
   @property
   def paths(self) -> tuple[str, ...]:
@@ -93,6 +121,7 @@ class Rule:
     return text
 
 
+@_by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
   """Ordered rules, and the recipe of what no rule matches.
@@ -113,18 +142,24 @@ class Policy:
   default: recipes.Recipe | None = None
 
   def __post_init__(self):
+    if not isinstance(self.rules, Iterable):
+      raise ValueError(
+        f"Policy: rules={errors.shown(self.rules)} is no tuple; write"
+        " rules=(Rule(path=..., recipe=...),)."
+      )
     object.__setattr__(self, "rules", tuple(self.rules))
     for rule in self.rules:
       if not isinstance(rule, Rule):
         raise ValueError(
-          f"Policy: {rule!r} is no Rule; write Rule(path=..., recipe=...)."
+          f"Policy: {errors.shown(rule)} is no Rule; write Rule(path=...,"
+          " recipe=...)."
         )
     if self.default is not None and not isinstance(
       self.default, recipes.Recipe
     ):
       raise ValueError(
-        f"Policy: default={self.default!r} is no Recipe; call one of"
-        " fp4jax.recipes, as in default=fp4jax.recipes.nvfp4(), or None."
+        f"Policy: default={errors.shown(self.default)} is no Recipe; call one"
+        " of fp4jax.recipes, as in default=fp4jax.recipes.nvfp4(), or None."
       )
 
   @property
@@ -132,6 +167,14 @@ class Policy:
     """Whether any rule or the default asks for quantisation."""
     asked = [rule.recipe for rule in self.rules] + [self.default]
     return any(recipe is not None and recipe.quantises for recipe in asked)
+
+  def __str__(self):
+    """Every rule and its recipe, in a line."""
+    asked = [(str(rule), rule.recipe) for rule in self.rules]
+    return "; ".join(
+      f"{rule} → {recipe.name if recipe else 'as written'}"
+      for rule, recipe in [*asked, ("default", self.default)]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +275,10 @@ def _layer_indices(rule: Rule, site) -> Sequence[int | None] | None:
 
 
 def resolve(
-  policy: Policy, sites: Sequence, parameters: Sequence[str] = ()
+  policy: Policy,
+  sites: Sequence,
+  parameters: Sequence[str] = (),
+  others: Sequence = (),
 ) -> list[list[Decision]]:
   """One decision for each site and each position in the scans around it.
 
@@ -242,6 +288,8 @@ def resolve(
       ``positions`` (layers of a scanned stack, else 1).
     parameters: paths of all parameters: a rule that leaves parameters alone
       which no GEMM reads is no mistake.
+    others: the contractions that cannot be quantised, with ``reason``, for
+      errors.
 
   Returns:
     A list for each site with a ``Decision`` for each position.
@@ -250,10 +298,13 @@ def resolve(
     PolicyError: a rule matches nothing, or nothing at all is quantised.
   """
   chosen: list[list[dict]] = [[{} for _ in range(s.positions)] for s in sites]
+  layers = 0
   for rule in policy.rules:
     indices = [_layer_indices(rule, site) for site in sites]
     known = [i for per in indices if per for i in per if i is not None]
     selected = _selected(rule.layers, 1 + max(known, default=-1))
+    if rule.layers is not None:
+      layers = max(layers, 1 + max(known, default=-1))
     used = False
     for site, per in zip(chosen, indices, strict=True):
       for gemms, index in zip(site, per or (), strict=per is not None):
@@ -267,7 +318,9 @@ def resolve(
   decisions = [[_decide(policy, gemms) for gemms in site] for site in chosen]
   quantised = any(d.recipe.quantises for site in decisions for d in site)
   if policy.quantises and not quantised:
-    raise errors.PolicyError(_nothing_quantised(policy, sites))
+    raise errors.PolicyError(
+      _nothing_quantised(policy, sites, layers) if sites else _no_site(others)
+    )
   return decisions
 
 
@@ -301,28 +354,59 @@ def _check_harmless(rule, sites, parameters, known):
       f"rule {rule} names none of the layers 0 to {max(known)} of"
       f" {matched[0]}; correct layers=, or set optional=True."
     )
+  fix = "or set optional=True"
+  if rule.name:  # most likely a preset's, which has no such argument
+    fix = "which is blocks= of a preset"
   raise errors.PolicyError(
     f"rule {rule} matches none of the model's {len(named)} linear layers;"
-    f" did you mean {_nearest(rule.paths[0], named)}? Correct the path, or"
-    " set optional=True."
+    f" did you mean {_nearest(rule.paths[0], named)}? Correct its path,"
+    f" {fix}."
   )
 
 
-def _nothing_quantised(policy: Policy, sites) -> str:
-  named = [p for s in sites for p in s.paths]
-  if not named:
+def _no_site(others: Sequence) -> str:
+  """Why a model has no linear layer that could be quantised."""
+  text = "the policy quantises nothing: "
+  refused = [site for site in others if site.paths]
+  if refused:
+    site = refused[0]
     return (
-      "the policy quantises nothing: no operand of any contraction comes from"
-      " the parameters; pass the parameters as the first argument (or name"
-      " its position with params_argnums) instead of closing over them."
+      f"{text}none of the model's {len(refused)} contractions with a weight"
+      f" can be quantised ({site.paths[0]}: {site.reason}); change them, or use"
+      " fp4jax.policies.bf16()."
     )
+  if others and all(site.kind.startswith("custom_") for site in others):
+    return (
+      f"{text}all contractions are inside custom_vjp or custom_jvp functions,"
+      " which keep their own rules (layers that fp4jax.quantize rewrote are"
+      " such); quantise the function that is written without them."
+    )
+  return (
+    f"{text}no operand of any contraction comes from the parameters; pass the"
+    " parameters as the first argument (or name its position with"
+    " params_argnums) instead of closing over them."
+  )
+
+
+def _nothing_quantised(policy: Policy, sites, layers: int) -> str:
+  """Which rules leave all linear layers alone."""
+  named = [p for s in sites for p in s.paths]
   asked = [str(r) for r in policy.rules if r.recipe and r.recipe.quantises]
   wanted = f"rules {'; '.join(asked)}" if asked else "the default"
+  left = "; ".join(str(r) for r in policy.rules if r.recipe is None)
+  text = (
+    f"the policy quantises nothing: {wanted} would, but earlier rules ({left})"
+    f" leave all {len(named)} linear layers alone"
+  )
+  if layers:
+    return (
+      f"{text}, and the model has {layers} blocks; leave fewer alone (lower"
+      " first or last of policies.nemotron, or narrow layers=), or use"
+      " fp4jax.policies.bf16()."
+    )
   return (
-    f"the policy quantises nothing: {wanted} would, but earlier rules leave"
-    f" all {len(named)} linear layers alone (nearest:"
-    f" {_nearest(named[0], named)}); narrow those rules, or use"
-    " fp4jax.policies.bf16()."
+    f"{text} (nearest: {_nearest(named[0], named)}); narrow those rules, or"
+    " use fp4jax.policies.bf16()."
   )
 
 

@@ -273,7 +273,10 @@ class Quantized:
     linear = {s.id: s for s in sites if s.weight and not s.reason}
     parameters = sorted({w.path for f in flows for w in f.weights})
     resolved = policy_lib.resolve(
-      self.policy, list(linear.values()), parameters
+      self.policy,
+      list(linear.values()),
+      parameters,
+      [site for site in sites if site.id not in linear],
     )
     decisions = dict(zip(linear, resolved, strict=True))
     for site in resolved:

@@ -9,6 +9,8 @@ left alone is equal bit for bit.
 
 import dataclasses
 import functools
+import inspect
+import pickle
 
 from flax import nnx
 import jax
@@ -104,6 +106,7 @@ def test_layer_captures_an_integer():
 
 
 SIX = unrolled("params/b_{}/w")
+SIX_BLOCKS = unrolled("params/blocks_{}/w")
 
 
 @pytest.mark.parametrize(
@@ -314,7 +317,11 @@ def test_presets_have_defaults_and_check_their_arguments():
   assert not policies.bf16().quantises
   with pytest.raises(ValueError, match="first=-1.*0 or more"):
     policies.nemotron(first=-1)
-  for bad in (1.0, -0.1):
+  # 1.0 would be a fraction: all blocks.
+  for bad in ("1", 1.0, None, recipes.nvfp4()):
+    with pytest.raises(ValueError, match="nemotron: last=.*an int of 0"):
+      policies.nemotron(last=bad)
+  for bad in (1.0, -0.1, "0.1"):
     with pytest.raises(ValueError, match="at least 0, below 1"):
       policies.last_fraction(bad)
 
@@ -401,6 +408,48 @@ def test_a_policy_that_quantises_nothing_says_why():
   assert left_alone([rule], SIX, default=None)
 
 
+@pytest.mark.parametrize("first, last", [(2, 4), (2, 8), (9, 0)])
+def test_presets_that_leave_all_blocks_alone_say_how_many_there_are(
+  first, last
+):
+  for sites in (SIX_BLOCKS, [site("params/blocks/w", 6)]):
+    with pytest.raises(fp4jax.PolicyError) as error:
+      policy_lib.resolve(policies.nemotron(first, last, recipe=RNE), sites)
+    text = str(error.value)
+    assert "the model has 6 blocks" in text
+    assert "lower first or last of policies.nemotron" in text
+    assert f"first {first} blocks" in text
+  policy_lib.resolve(policies.nemotron(2, 3, recipe=RNE), SIX_BLOCKS)
+
+
+def test_a_preset_without_its_blocks_names_its_own_argument():
+  sites = [site("params/stage_0/w"), site("params/stage_1/w")]
+  with pytest.raises(fp4jax.PolicyError) as error:
+    policy_lib.resolve(policies.nemotron(1, 0, recipe=RNE), sites)
+  text = str(error.value)
+  assert "stage_0/w" in text and "blocks= of a preset" in text
+  assert "optional" not in text
+  blocks = "**/stage_{layer}/**"
+  policy_lib.resolve(policies.nemotron(1, 0, recipe=RNE, blocks=blocks), sites)
+
+
+def test_the_real_reason_why_nothing_can_be_quantised():
+  """Not that parameters are missing, where they are not."""
+  policy, w, x = policies.all_linear(RNE), weights(), weights().T
+  integers = fp4jax.quantize(lambda w, x: x @ w, policy)
+  with pytest.raises(fp4jax.PolicyError) as error:
+    integers(w, x.astype(jnp.int32))
+  text = str(error.value)
+  assert "params: operands are int32 and float32" in text and "cast" in text
+  assert "params_argnums" not in text
+  quantised = fp4jax.quantize(lambda w, x: x @ w, policy)
+  nested = fp4jax.quantize(lambda w, x: quantised(w, x), policy)
+  with pytest.raises(fp4jax.PolicyError, match="inside custom_vjp") as error:
+    nested(w, x)
+  assert "fp4jax.quantize rewrote" in str(error.value)
+  assert "params_argnums" not in str(error.value)
+
+
 def test_a_rule_for_parameters_that_no_gemm_reads_is_no_mistake():
   rule = Rule(path="**/embed/**", recipe=None)
   assert not left_alone([rule], SIX, parameters=["params/embed/table"])
@@ -480,6 +529,10 @@ def test_policies_print_and_are_rebuilt_from_their_print():
   assert text == '"a/**" layers=[-8:]'
   assert "layers={0, 3}" in str(Rule(path="a", layers={3, 0}, recipe=None))
   assert "gemms=wgrad" in str(Rule(path="a", gemms=["wgrad"], recipe=None))
+  assert str(policies.nemotron(1, 2)) == (
+    "embeddings and heads → as written; first block → as written;"
+    " last 2 blocks → as written; default → nvfp4"
+  )
 
 
 @pytest.mark.parametrize(
@@ -493,6 +546,16 @@ def test_policies_print_and_are_rebuilt_from_their_print():
     (lambda: Rule(path="a", recipe=None, layers=0.5), "layers=0.5; use"),
     (lambda: Rule(path="a", recipe=None, gemms=("up",)), "fprop, dgrad"),
     (lambda: Rule(path="a", recipe=None, gemms=()), "fprop, dgrad"),
+    (lambda: Rule(path=None, recipe=None), r"Rule: path=None.*glob"),
+    (lambda: Rule("**", None), r"Rule: got '\*\*' without.*Rule\(path=\.\.\."),
+    (lambda: Rule(path="a", recipe=None, layers=["0"]), "'0'.*set of ints"),
+    (lambda: Rule(path="a", recipe=None, gemms="wgrad"), "'wgrad'; use a tup"),
+    (lambda: Policy(RNE), r"without a name.*Policy\(rules=\.\.\., default"),
+    (
+      lambda: Policy(rules=Rule(path="a", recipe=None)),
+      r"Policy: rules=Rule.* is no tuple; write rules=\(Rule\(",
+    ),
+    (lambda: Policy(rules=None), "rules=None is no tuple"),
     (lambda: Policy(rules=("a",)), "'a' is no Rule; write Rule"),
     (lambda: Policy(default="nvfp4"), r"'nvfp4'.*recipes.nvfp4\(\)"),
     (lambda: Policy(default=policies.bf16()), "is no Recipe"),
@@ -501,6 +564,19 @@ def test_policies_print_and_are_rebuilt_from_their_print():
 def test_invalid_fields_say_what_to_write(make, match):
   with pytest.raises(ValueError, match=match):
     make()
+
+
+def test_an_error_shows_the_beginning_and_the_end_of_a_long_value():
+  with pytest.raises(ValueError) as error:
+    Policy(default=policies.nemotron())
+  assert len(str(error.value)) < 200
+
+
+def test_keyword_fields_keep_their_signature_and_copy():
+  names = ["path", "recipe", "layers", "gemms", "optional", "name"]
+  assert list(inspect.signature(Rule).parameters) == names
+  policy = policies.nemotron()
+  assert pickle.loads(pickle.dumps(policy)) == policy
 
 
 def test_an_invalid_glob_is_named():
