@@ -144,7 +144,7 @@ def _k_major(x, batch, contract):
 
 def operand_streams(key):
   """uint32[6, 3]: one stream an operand."""
-  if key.dtype == jnp.uint32 and key.shape == (OPERANDS, 3):
+  if getattr(key, "dtype", None) == jnp.uint32 and key.shape == (OPERANDS, 3):
     return key
   words = rounding.site_keys(
     key, jnp.uint32(0), jnp.arange(OPERANDS, dtype=jnp.uint32)

@@ -10,6 +10,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from fp4jax import errors
+
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -60,11 +62,18 @@ def philox4x32(counter, key):
 
 def key_words(key) -> tuple[jax.Array, jax.Array]:
   """The two words that a typed or raw PRNG key of any generator stands for."""
+  if callable(key):
+    raise ValueError(
+      f"fp4_key is a {type(key).__name__}, needed a PRNG key; call it, as in"
+      " fp4_key=rngs.fp4() of an nnx.Rngs(fp4=0)."
+    )
   dtype = getattr(key, "dtype", None)
   if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
     key = jax.random.key_data(key)
   if getattr(key, "dtype", None) != jnp.uint32 or key.shape not in ((2,), (4,)):
-    got = f"{key.dtype}{key.shape}" if hasattr(key, "dtype") else repr(key)
+    got = errors.shown(key)
+    if hasattr(key, "dtype"):
+      got = f"{key.dtype}{key.shape}"
     raise ValueError(
       f"fp4_key is {got}, needed one PRNG key (uint32[2] or uint32[4]); pass"
       " jax.random.key(step)."

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from flax import linen
 from flax import nnx
 import jax
 from jax.extend import core
@@ -16,8 +17,10 @@ import numpy as np
 from fp4jax import _jax
 from fp4jax import backends
 from fp4jax import dataflow
+from fp4jax import errors
 from fp4jax import interpreter
 from fp4jax import policy as policy_lib
+from fp4jax import recipes
 from fp4jax import rounding
 from fp4jax.coverage import Coverage
 from fp4jax.coverage import tabulate
@@ -55,7 +58,8 @@ def quantize(
   Raises:
     PolicyError: when called, if the policy does not fit the model.
     MissingKeyError: when differentiated without a key that the recipe needs.
-    ValueError: ``policy`` is no ``Policy``.
+    ValueError: ``policy`` is no ``Policy``, or ``model_fn`` no function: a
+      module, or quantised already.
 
   >>> import fp4jax, jax, jax.numpy as jnp
   >>> f = fp4jax.quantize(lambda w, x: x @ w, fp4jax.policies.all_linear())
@@ -69,19 +73,46 @@ def quantize(
   References:
     NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
   """
-  if not isinstance(policy, policy_lib.Policy):
-    raise ValueError(
-      f"quantize: policy={policy!r} is no fp4jax.Policy; pass one of"
-      " fp4jax.policies, as in fp4jax.policies.all_linear()."
-    )
-  if not callable(model_fn):
-    raise ValueError(
-      f"quantize: model_fn={model_fn!r} is not callable; pass the model's"
-      " apply function, or lambda model, x: model(x) for NNX."
-    )
+  _check_policy(policy)
+  _check_function(model_fn)
   if isinstance(params_argnums, int):
     params_argnums = (params_argnums,)
   return Quantized(model_fn, policy, tuple(params_argnums), backend)
+
+
+def _check_policy(policy):
+  if isinstance(policy, policy_lib.Policy):
+    return
+  fix = "pass one of fp4jax.policies, as in fp4jax.policies.all_linear()"
+  if isinstance(policy, recipes.Recipe):
+    fix = "pass fp4jax.Policy(default=recipe), which all linear layers follow"
+  raise ValueError(
+    f"quantize: policy={errors.shown(policy)} is no fp4jax.Policy; {fix}."
+  )
+
+
+def _check_function(model_fn):
+  name = type(model_fn).__name__
+  if isinstance(model_fn, Quantized):
+    raise ValueError(
+      f"quantize: model_fn={model_fn!r} is quantised already; pass the function"
+      " that it was made from, and one policy."
+    )
+  if isinstance(model_fn, linen.Module):
+    raise ValueError(
+      f"quantize: model_fn is a linen module ({name}), needed a function; pass"
+      " its apply, as in fp4jax.quantize(model.apply, policy)."
+    )
+  if isinstance(model_fn, nnx.Module):
+    raise ValueError(
+      f"quantize: model_fn is an nnx module ({name}), needed a function that"
+      " takes it as first argument; pass lambda model, x: model(x)."
+    )
+  if not callable(model_fn):
+    raise ValueError(
+      f"quantize: model_fn={errors.shown(model_fn)} is not callable; pass the"
+      " model's apply function, or lambda model, x: model(x) for NNX."
+    )
 
 
 def coverage(quantized: "Quantized", *args, **kwargs) -> Coverage:
@@ -96,13 +127,20 @@ def coverage(quantized: "Quantized", *args, **kwargs) -> Coverage:
     A table: ``print`` it, or read its ``rows``.
 
   Raises:
-    ValueError: ``quantized`` does not come from ``quantize``.
+    ValueError: ``quantized`` does not come from ``quantize``, or its arguments
+      are missing.
     PolicyError: the policy does not fit the model.
   """
   if not isinstance(quantized, Quantized):
     raise ValueError(
-      f"coverage: {quantized!r} does not come from fp4jax.quantize; pass the"
-      " function that quantize returned, not one wrapped around it."
+      f"coverage: {errors.shown(quantized)} does not come from fp4jax.quantize;"
+      " pass the function that quantize returned, not one wrapped around it."
+    )
+  if not args:
+    raise ValueError(
+      "coverage: got no positional arguments, needed those of a call of the"
+      " function; pass arrays or jax.ShapeDtypeStruct, as in"
+      " fp4jax.coverage(apply, variables, tokens)."
     )
   kwargs.pop("fp4_key", None)
   return quantized.program(args, kwargs).coverage
@@ -160,6 +198,11 @@ class Quantized:
     self.backend = backend
     self._function = functools.lru_cache(maxsize=256)(self._make_function)
     self._program = functools.lru_cache(maxsize=256)(self._make_program)
+
+  def __repr__(self):
+    """The function's name and the policy, in a line."""
+    name = getattr(self.model_fn, "__qualname__", type(self.model_fn).__name__)
+    return f"<quantised {name}: {self.policy}>"
 
   def __call__(self, *args, fp4_key=None, **kwargs):
     if fp4_key is not None:

@@ -336,6 +336,12 @@ def test_coverage_traces_nothing_again():
     fp4jax.coverage(functools.partial(quantised), normal(0, D, 8), X)
 
 
+def test_coverage_asks_for_the_arguments_of_a_call():
+  quantised = fp4jax.quantize(layer_outputs, ALL)
+  with pytest.raises(ValueError, match="^coverage: got no.*of a call"):
+    fp4jax.coverage(quantised)
+
+
 def test_a_bare_array_of_parameters_has_a_name():
   f = fp4jax.quantize(lambda w, x: x @ w, policies.all_linear())
   (row,) = fp4jax.coverage(f, jnp.ones((16, 16)), jnp.ones((2, 16))).rows

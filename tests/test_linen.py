@@ -358,3 +358,8 @@ def test_missing_keys_name_the_module():
     fp4jax.MissingKeyError, match="params/layers_0/Dense_0/kernel"
   ):
     run(fp4jax.quantize(model.apply, ALL_SR), variables, X)
+
+
+def test_a_module_in_place_of_a_function():
+  with pytest.raises(ValueError, match=r"linen module \(Stack\).*model.apply"):
+    fp4jax.quantize(Stack(how="unrolled"), ALL)

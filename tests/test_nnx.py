@@ -512,6 +512,22 @@ def test_fp4_key_of_rngs_gives_other_bits_in_each_step():
   assert (values(first)["kernel"] != values(other)["kernel"]).any()
 
 
+@pytest.mark.parametrize("key", [nnx.Rngs(fp4=1).fp4, nnx.Rngs(fp4=1)])
+def test_a_stream_in_place_of_a_key_of_it(key):
+  quantised = fp4jax.quantize(call, ALL_SR)
+  match = r"^fp4_key is a Rng.*call it, as in fp4_key=rngs.fp4\(\)"
+  with pytest.raises(ValueError, match=match):
+    quantised(MODULES["Linear"](PLAIN), X, fp4_key=key)
+  recipe = fp4jax.recipes.nvfp4()
+  with pytest.raises(ValueError, match=match):
+    fp4jax.dot(X, X, (((1,), (1,)), ((), ())), recipe=recipe, key=key)
+
+
+def test_a_module_in_place_of_a_function():
+  with pytest.raises(ValueError, match="Linear.*lambda model, x: model"):
+    fp4jax.quantize(MODULES["Linear"](PLAIN), ALL)
+
+
 def test_calls_are_traced_once():
   traces = []
 

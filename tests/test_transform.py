@@ -948,11 +948,29 @@ def test_signature_name_and_arguments_of_the_function_are_kept():
   assert (quantised.__name__, quantised.__doc__) == ("apply", "Docs.")
 
 
+def test_a_quantised_function_prints_its_name_and_policy():
+  policy = policies.nemotron(1, 0, recipe=RNE)
+  assert repr(fp4jax.quantize(plain, policy)) == (
+    "<quantised plain: embeddings and heads → as written; first block → as"
+    " written; default → fp8>"
+  )
+  nameless = fp4jax.quantize(functools.partial(plain), ALL)
+  assert repr(nameless) == "<quantised partial: default → fp8>"
+
+
 @pytest.mark.parametrize(
   "make, match",
   [
     (lambda: fp4jax.quantize(plain, RNE), "is no fp4jax.Policy; pass"),
+    (
+      lambda: fp4jax.quantize(plain, RNE),
+      r"policy=.{,60} is no.*fp4jax.Policy\(default=recipe\)",
+    ),
     (lambda: fp4jax.quantize(plain, None), "policies.all_linear"),
+    (
+      lambda: fp4jax.quantize(fp4jax.quantize(plain, ALL), ALL),
+      "<quantised plain: .*> is quantised already",
+    ),
     (lambda: fp4jax.quantize({"w": 1}, ALL), "is not callable"),
     (lambda: fp4jax.quantize(plain, ALL)(), "by position"),
     (
