@@ -88,7 +88,8 @@ def _layers(row: Row) -> int:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-  layers = "" if row.layers is None else f"{row.layers[0]}-{row.layers[1]}"
+  first, last = row.layers or ("", "")
+  layers = f"{first}" if first == last else f"{first}-{last}"
   shapes = [
     "" if shape is None else "x".join(map(str, shape)) or "scalar"
     for shape in (row.lhs_shape, row.rhs_shape)

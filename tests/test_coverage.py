@@ -187,6 +187,8 @@ def test_rows_tell_the_truth_layer_by_layer():
     ("stack", (4, 5), fp8[0], mx, mx),
     ("up", None, *fp8),
   ]
+  printed = [line.split()[1] for line in str(table).splitlines()[3:-2]]
+  assert printed == ["0", "1-2", "3", "4-5"]
   assert '"head"' in table.rows[0].reason
   assert "layers={0, 3}" in table.rows[1].reason
   got = jax.jit(quantised)(params, X)
