@@ -35,6 +35,17 @@ class Checkpoints:
     """The step of the newest checkpoint."""
     return self._manager.latest_step()
 
+  def outlook(self) -> str:
+    """What is saved, and how a run that stops now goes on, for messages."""
+    # Read anew: the manager counts a checkpoint whose saving was interrupted.
+    steps = self._manager.all_steps(read=True)
+    if not steps:
+      return "no checkpoint is saved yet: the same command starts again."
+    return (
+      f"the checkpoint of step {max(steps)} is saved in {self._folder}: the"
+      " same command continues from it."
+    )
+
   def save(self, state: State, batches: Any, metadata: dict) -> None:
     """Saves after a step, unless that step is saved.
 

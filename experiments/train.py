@@ -2,16 +2,21 @@
 
 python -m experiments.train --config=configs/tiny.py --workdir=DIR
 
-The same command continues a run that was interrupted, with the same losses.
+The same command continues a run that was interrupted, with the same losses:
+from the last checkpoint after Ctrl-C, from the step at hand after SIGTERM.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 from pathlib import Path
+import signal
 import statistics
+import threading
 import time
 from typing import Any
 
@@ -152,6 +157,7 @@ def run(config: ConfigDict, workdir: str | Path) -> Result:
   Raises:
     UserError: the configuration, the data or the workdir cannot be used;
       nothing is then written.
+    Stopped: Ctrl-C, or SIGTERM after which a checkpoint was saved.
     fp4jax.PolicyError: the policy does not fit the model.
     fp4jax.UnsupportedError: this device cannot serve the recipe.
   """
@@ -217,6 +223,7 @@ def _train(
     with (
       metrics.Writer(workdir, step) as writer,
       metrics.Progress(config.recipe, step, train.steps) as progress,
+      _interruptible(config.recipe, saved) as terminated,
     ):
       log = Log(config, writer, progress, step)
       while step < train.steps:
@@ -224,8 +231,9 @@ def _train(
         step += 1
         log.add(measured)
         last = step == train.steps
+        stops = terminated.is_set()
         evaluates = last or step % train.eval_every == 0
-        saves = last or step % train.checkpoint_every == 0
+        saves = last or stops or step % train.checkpoint_every == 0
         if evaluates or saves or step % train.log_every == 0:
           log.flush()
         if evaluates:
@@ -233,7 +241,34 @@ def _train(
         if saves:
           saved.save(state, batches, {"seed": config.seed})
           log.pause()
+        if stops:
+          raise errors.Stopped(
+            f"{config.recipe}: terminated; {saved.outlook()}",
+            128 + signal.SIGTERM,
+          )
   return state.params, compile_seconds
+
+
+@contextlib.contextmanager
+def _interruptible(
+  name: str, saved: checkpoint.Checkpoints
+) -> Iterator[threading.Event]:
+  """Gives an event that SIGTERM sets; says what is saved after Ctrl-C."""
+  terminated = threading.Event()
+  main = threading.current_thread() is threading.main_thread()
+  if main:  # No other thread may.
+    before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+  try:
+    yield terminated
+  except errors.Stopped:
+    raise
+  except KeyboardInterrupt as error:
+    raise errors.Stopped(
+      f"{name}: interrupted; {saved.outlook()}", 128 + signal.SIGINT
+    ) from error
+  finally:
+    if main:
+      signal.signal(signal.SIGTERM, before)
 
 
 def _compile(experiment: Experiment) -> tuple[Callable, float]:

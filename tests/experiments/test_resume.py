@@ -10,8 +10,10 @@ import json
 import os
 from pathlib import Path
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -20,6 +22,7 @@ import pytest
 
 from experiments import checkpoint
 from experiments import data
+from experiments import errors
 from experiments import metrics
 from experiments import train
 from tests.experiments.helpers import losses
@@ -45,8 +48,12 @@ def killed(cache, tmp_path_factory) -> Path:
         raise KeyboardInterrupt
 
     patch.setattr(metrics.Writer, "write", write)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(errors.Stopped) as stopped:
       train.run(make_config(data__cache=cache), workdir)
+  assert str(stopped.value) == (
+    f"nvfp4: interrupted; the checkpoint of step 4 is saved in"
+    f" {workdir}/checkpoints: the same command continues from it."
+  )
   with (workdir / "metrics.jsonl").open("a") as file:
     file.write('{"step": 7, "lo')  # a line that the kill tore
   return workdir
@@ -100,6 +107,85 @@ def test_e05_f11_new_process_with_another_prng(
     stdout=subprocess.DEVNULL,
   )
   assert losses(workdir) == losses(straight)
+
+
+def test_sigterm_saves_the_step_at_hand(
+  straight, cache, tmp_path, monkeypatch, capsys
+):
+  """Terminated in step 7, which no schedule saves; nothing is done twice."""
+  config = make_config(data__cache=cache)
+  handler = signal.getsignal(signal.SIGTERM)
+  written = metrics.Writer.write
+
+  def write(self, records):
+    written(self, records)
+    if any(record["step"] == 6 for record in records):
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(metrics.Writer, "write", write)
+    with pytest.raises(SystemExit) as exit:
+      errors.explained(train.run)(config, tmp_path)
+  assert exit.value.code == 143
+  assert capsys.readouterr().err == (
+    f"nvfp4: terminated; the checkpoint of step 7 is saved in"
+    f" {tmp_path}/checkpoints: the same command continues from it.\n"
+  )
+  assert signal.getsignal(signal.SIGTERM) == handler
+  assert [step for step, _ in losses(tmp_path)] == list(range(1, 8))
+  train.run(config, tmp_path)
+  assert "continues from step 7" in capsys.readouterr().out
+  assert losses(tmp_path) == losses(straight)
+
+
+@pytest.mark.parametrize(
+  "sent, code, said",
+  [
+    (signal.SIGINT, 130, "none: interrupted; no checkpoint is saved yet"),
+    (signal.SIGTERM, 143, "none: terminated; the checkpoint of step"),
+  ],
+)
+def test_signals_to_the_command_line(
+  cache, tmp_path, compilation_cache, sent, code, said
+):
+  """One line and an exit code, from a process of its own."""
+  process = subprocess.Popen(
+    [
+      sys.executable,
+      "-m",
+      "experiments.train",
+      "--config=configs/tiny.py",
+      "--config.recipe=none",
+      "--config.train.steps=1000000",
+      "--config.train.checkpoint_every=1000000",
+      "--config.train.eval_every=1000000",
+      f"--config.data.cache={cache}",
+      f"--workdir={tmp_path}",
+    ],
+    env=os.environ
+    | {
+      "JAX_COMPILATION_CACHE_DIR": compilation_cache,
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    },
+    cwd=Path(__file__).parents[2],
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  try:
+    deadline = time.monotonic() + 300
+    while not losses(tmp_path):
+      assert process.poll() is None, process.stderr.read()
+      assert time.monotonic() < deadline
+      time.sleep(0.05)
+    process.send_signal(sent)
+    _, stderr = process.communicate(timeout=60)
+  finally:
+    process.kill()
+  assert process.returncode == code
+  assert stderr.startswith(said) and stderr.count("\n") == 1
+  saved = [p.name for p in (tmp_path / "checkpoints").iterdir()]
+  assert len(saved) == (sent == signal.SIGTERM)
 
 
 def test_restored_state_is_the_saved_one(killed, cache):
