@@ -18,6 +18,7 @@ from experiments import cli
 from experiments import config as config_lib
 from experiments import errors
 from experiments import metrics
+from experiments import recipe as recipe_lib
 from experiments import report
 from experiments import train
 
@@ -39,11 +40,7 @@ def run(
     UserError: as ``train.run``, before any run has started.
   """
   began, workdir = time.perf_counter(), Path(workdir)
-  recipes = tuple(config.compare.recipes)
-  if not recipes or len(set(recipes)) < len(recipes):
-    raise errors.UserError(
-      f"config.compare.recipes={recipes}; needed recipes, each once."
-    )
+  recipes = _recipes(config)
   configs = {name: _with_recipe(config, name, workdir) for name in recipes}
   for name in recipes:
     # Whatever is wrong with the last run is said before the first one starts.
@@ -55,7 +52,7 @@ def run(
     )
   runs = []
   for name in recipes:
-    result = train.run(configs[name], _folder(workdir, name))
+    result = train.run(configs[name], _folder(workdir, name), brief=True)
     records = metrics.read(_folder(workdir, name) / "metrics.jsonl")
     runs.append(report.Run(result=result, records=records))
   comparison = report.Comparison(
@@ -67,6 +64,20 @@ def run(
   )
   report.write(comparison, workdir)
   return comparison
+
+
+def _recipes(config: ConfigDict) -> tuple[str, ...]:
+  """The recipes to compare; a flag gives bf16,nvfp4 as one string."""
+  asked = config.compare.recipes
+  recipes = tuple(x.strip() for item in asked for x in str(item).split(","))
+  unknown = [name for name in recipes if name not in recipe_lib.NAMES]
+  if not recipes or unknown or len(set(recipes)) < len(recipes):
+    raise errors.UserError(
+      f"config.compare.recipes={','.join(recipes)!r}; needed some of"
+      f" {', '.join(recipe_lib.NAMES)}, each once, as in"
+      " --config.compare.recipes=bf16,nvfp4."
+    )
+  return recipes
 
 
 def _folder(workdir: Path, recipe: str) -> Path:

@@ -21,6 +21,8 @@ RECIPES = {
   "mxfp4": fp4jax.recipes.mxfp4,
 }
 
+NAMES = (NONE, *RECIPES)
+
 POLICIES = {
   "nemotron": lambda recipe, policy: fp4jax.policies.nemotron(
     first=policy.first, last=policy.last, recipe=recipe
@@ -37,10 +39,9 @@ POLICIES = {
 
 def check(config: ConfigDict) -> None:
   """Raises ``UserError`` for a recipe or a policy that does not exist."""
-  if config.recipe not in (NONE, *RECIPES):
+  if config.recipe not in NAMES:
     raise errors.UserError(
-      f"config.recipe={config.recipe!r}; needed one of"
-      f" {', '.join((NONE, *RECIPES))}."
+      f"config.recipe={config.recipe!r}; needed one of {', '.join(NAMES)}."
     )
   if config.policy.name not in POLICIES:
     raise errors.UserError(

@@ -144,12 +144,15 @@ def make_experiment(config: ConfigDict) -> Experiment:
   )
 
 
-def run(config: ConfigDict, workdir: str | Path) -> Result:
+def run(
+  config: ConfigDict, workdir: str | Path, *, brief: bool = False
+) -> Result:
   """Trains, or continues, or returns what is finished.
 
   Args:
     config: of ``configs/``.
     workdir: a folder, new or of this very experiment.
+    brief: whether to print the coverage's last line instead of its table.
 
   Returns:
     The result.
@@ -174,7 +177,11 @@ def run(config: ConfigDict, workdir: str | Path) -> Result:
   cache = Path(config.data.cache or workdir / "data")
   corpus = data.prepare(config, cache)
   config_lib.save(config, workdir)
-  print(_describe(experiment, corpus), table, sep="\n", flush=True)
+  files.write(workdir / "coverage.txt", f"{table}\n")
+  shown = table
+  if brief:
+    shown = f"{table.splitlines()[-1]}: {workdir / 'coverage.txt'}"
+  print(_describe(experiment, corpus), shown, sep="\n", flush=True)
 
   params, compile_seconds = _train(experiment, corpus, workdir)
   records = metrics.read(workdir / "metrics.jsonl")

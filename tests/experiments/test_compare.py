@@ -119,6 +119,7 @@ def test_plots_show_the_numbers(compared):
 
 
 def test_coverage_comes_before_step_0_and_progress_in_plain_lines(compared):
+  """Of each run one line, which names the file of the table."""
   lines = compared.output.splitlines()
   for run in compared.comparison.runs:
     name, table = run.result.recipe, run.result.coverage.splitlines()[-1]
@@ -127,7 +128,10 @@ def test_coverage_comes_before_step_0_and_progress_in_plain_lines(compared):
     assert len(steps) == 8  # 5 of 2 steps each, cut at 5; 2 validations
     assert "tokens/s" in lines[steps[0]] and "left" in lines[steps[0]]
     assert "loss" in lines[steps[0]]
-    assert lines[mine[0] : steps[0]].count(table) == 1
+    path = compared.workdir / "runs" / name / "coverage.txt"
+    assert lines[mine[0] : steps[0]].count(f"{table}: {path}") == 1
+    assert path.read_text() == f"{run.result.coverage}\n"
+  assert "fprop" not in compared.output
 
 
 def test_summary_says_how_it_ended(compared):
@@ -149,6 +153,18 @@ def test_finished_runs_are_not_repeated(compared, monkeypatch):
   assert [run.result for run in again.runs] == [
     run.result for run in compared.comparison.runs
   ]
+
+
+def test_recipes_of_a_flag_are_separated_by_commas():
+  """``--config.compare.recipes=bf16,mxfp8`` comes as one string."""
+  for recipes in (("bf16,mxfp8",), ("bf16, mxfp8",), ("bf16", "mxfp8")):
+    config = make_config(compare__recipes=recipes)
+    assert compare._recipes(config) == ("bf16", "mxfp8")
+  config = make_config(compare__recipes=("bf16,fp3",))
+  with pytest.raises(
+    errors.UserError, match="config.compare.recipes='bf16,fp3'.*none, bf16"
+  ):
+    compare._recipes(config)
 
 
 @pytest.mark.parametrize("recipes", [(), ("bf16", "bf16"), ("bf16", "fp3")])
