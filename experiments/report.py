@@ -100,6 +100,24 @@ def _facts(comparison: Comparison) -> str:
   )
 
 
+def verdict(comparison: Comparison) -> str:
+  """What came out, and what one seed cannot tell."""
+  baseline, *others = comparison.runs
+  loss = f"{baseline.result.validation_loss:.4f}"
+  if not others:
+    return f"{baseline.result.recipe} ends at validation loss {loss}."
+  gaps = ", ".join(
+    f"{run.result.recipe} {run.result.validation_loss:.4f}"
+    f" ({comparison.gap(run):+.2f} %)"
+    for run in others
+  )
+  return (
+    f"Final validation loss: {baseline.result.recipe} {loss}, {gaps}. Whether a"
+    " gap is within the noise of a run is not known from one seed"
+    f" ({comparison.config['seed']}): repeat with other --config.seed to tell."
+  )
+
+
 def summary(comparison: Comparison) -> str:
   """The outcome as plain text."""
   rows = _rows(comparison)
@@ -118,6 +136,7 @@ def summary(comparison: Comparison) -> str:
       "",
       *lines,
       _facts(comparison),
+      verdict(comparison),
     ]
   )
 
@@ -144,6 +163,33 @@ def plots(comparison: Comparison) -> dict[str, figure.Figure]:
     "gap": _gap(comparison),
     "memory": _memory(comparison.runs),
     "speed": _speed(comparison.runs),
+  }
+
+
+def captions(comparison: Comparison) -> dict[str, str]:
+  """A sentence a figure, by name."""
+  baseline = comparison.baseline
+  lines = f"the training loss, mean of the last {_window(baseline)} steps"
+  return {
+    "loss": (
+      f"Lines are {lines}, dots the validation loss, in nats a token; a model"
+      " below the dotted line knows more than how frequent each token is."
+    ),
+    "gap": (
+      f"How much higher the loss is than {baseline.result.recipe}'s at the same"
+      f" step, in percent: above 0 is worse; lines are {lines}, dots the"
+      " validation loss."
+    ),
+    "memory": (
+      "What the forward pass of one micro-batch keeps for the backward pass, by"
+      " dtype, in MB (1e6 bytes), counted in the traced program; uint8 holds"
+      " codes and block scales, parameters and optimizer are not counted."
+    ),
+    "speed": (
+      "Median speed of the training steps, compilation left out, on"
+      f" {comparison.versions['device']}; FP4 arithmetic is emulated, so this"
+      " is not the speed of FP4 hardware."
+    ),
   }
 
 
@@ -174,7 +220,7 @@ def _loss(comparison: Comparison) -> figure.Figure:
 
 def _gap(comparison: Comparison) -> figure.Figure:
   title = f"Loss above {comparison.baseline.result.recipe}'s"
-  new, axes = _axes(title, "step", "%")
+  new, axes = _axes(title, "step", "% (above 0: worse)")
   window = _window(comparison.baseline)
   for i, run in enumerate(comparison.runs[1:], 1):
     for name, style in (("loss", "-"), ("validation_loss", "o")):
@@ -186,14 +232,16 @@ def _gap(comparison: Comparison) -> figure.Figure:
       axes.plot(
         steps[width - 1 :], gap[width - 1 :], style, c=f"C{i}", label=label
       )
-  axes.axhline(0, color="gray", lw=1)
-  if len(comparison.runs) > 1:
-    axes.legend()
+  axes.axhline(0, color="gray", lw=1, label=comparison.baseline.result.recipe)
+  axes.plot([], [], "o", color="gray", label="validation")
+  axes.legend()
   return new
 
 
 def _memory(runs: Sequence[Run]) -> figure.Figure:
-  new, axes = _axes("Kept for the backward pass", "", "MB a micro-batch")
+  new, axes = _axes(
+    "Kept for the backward pass", "recipe", "MB (1e6 bytes) a micro-batch"
+  )
   names = [run.result.recipe for run in runs]
   kept = [run.result.residual_bytes for run in runs]
   below = np.zeros(len(runs))
@@ -201,12 +249,15 @@ def _memory(runs: Sequence[Run]) -> figure.Figure:
     sizes = [sizes.get(dtype, 0) / 1e6 for sizes in kept]
     axes.bar(names, sizes, bottom=below, label=dtype)
     below += sizes
-  axes.legend()
+  axes.set_ylim(0, 1.05 * max(below) or None)
+  axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
   return new
 
 
 def _speed(runs: Sequence[Run]) -> figure.Figure:
-  new, axes = _axes("Speed (emulated FP4: no FP4 hardware ran)", "", "tokens/s")
+  new, axes = _axes(
+    "Speed (emulated FP4: no FP4 hardware ran)", "recipe", "tokens/s"
+  )
   names = [run.result.recipe for run in runs]
   axes.bar(names, [run.result.tokens_per_second for run in runs])
   return new
@@ -223,8 +274,10 @@ table { border-collapse: collapse; }
 th, td { border: 1px solid #ccc; padding: .2em .6em; text-align: right; }
 pre { background: #f6f6f6; padding: .6em; overflow-x: auto; font-size: 12px; }
 img { max-width: 100%; }
+figure { margin: 1em 0; }
 </style>
 <h1>$title</h1>
+<p><b>$verdict</b></p>
 <p>$facts</p>
 $table
 $figures
@@ -250,14 +303,16 @@ def page(comparison: Comparison, images: dict[str, bytes]) -> str:
   ]
   rows = [head.replace("td>", "th>"), *body]
   results = [run.result for run in comparison.runs]
-  versions = comparison.versions
+  versions, texts = comparison.versions, captions(comparison)
   return _PAGE.substitute(
     title=" vs ".join(html.escape(result.recipe) for result in results),
+    verdict=html.escape(verdict(comparison)),
     facts=html.escape(_facts(comparison)),
     table=f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>",
     figures="\n".join(
-      f'<p><img alt="{name}" src="data:image/png;base64,'
-      f'{base64.b64encode(image).decode()}"></p>'
+      f'<figure><img alt="{name}" src="data:image/png;base64,'
+      f'{base64.b64encode(image).decode()}">\n'
+      f"<figcaption>{html.escape(texts[name])}</figcaption></figure>"
       for name, image in images.items()
     ),
     coverage=_blocks({r.recipe: r.coverage for r in results}),

@@ -5,6 +5,8 @@ nothing; finished runs are not repeated.
 """
 
 import base64
+import dataclasses
+import html
 import json
 import math
 import re
@@ -81,6 +83,10 @@ def test_report_is_one_file_that_loads_nothing(compared):
   for run in compared.comparison.runs:
     assert f"{run.result.validation_loss:.4f}" in page
   assert "params/blocks/ffn/up/kernel" in page
+  captions = report.captions(compared.comparison)
+  assert list(captions) == list(report.plots(compared.comparison))
+  for text in (*captions.values(), report.verdict(compared.comparison)):
+    assert html.escape(text) in page
   assert "&#x27;--workdir=A B&#x27;" in page
   for name, version in config_lib.versions().items():
     assert f"{name} {version}" in page
@@ -145,6 +151,27 @@ def test_summary_says_how_it_ended(compared):
     run.result.sample,
   ):
     assert part in text
+
+
+def test_verdict_gives_the_gaps_and_what_one_seed_cannot_tell(compared):
+  plain, _, nvfp4 = compared.comparison.runs
+  text = report.verdict(compared.comparison)
+  assert f"none {plain.result.validation_loss:.4f}, bf16" in text
+  gap = compared.comparison.gap(nvfp4)
+  assert f"nvfp4 {nvfp4.result.validation_loss:.4f} ({gap:+.2f} %)" in text
+  assert "not known from one seed (0)" in text
+  assert text in report.summary(compared.comparison)
+  alone = dataclasses.replace(compared.comparison, runs=(plain,))
+  assert "seed" not in report.verdict(alone)
+
+
+def test_axes_say_what_and_in_which_unit(compared):
+  plots = report.plots(compared.comparison)
+  units = {"loss": "nats", "gap": "%", "memory": "MB (1e6", "speed": "tokens/s"}
+  for name, unit in units.items():
+    (axes,) = plots[name].axes
+    assert unit in axes.get_ylabel() and axes.get_xlabel()
+    assert axes.get_legend() or name == "speed"
 
 
 def test_finished_runs_are_not_repeated(compared, monkeypatch):
