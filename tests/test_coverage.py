@@ -222,6 +222,15 @@ def test_paths_and_module_names():
   assert [r.path for r in table.rows] == ["", "a + b + w"]
 
 
+def test_data_among_the_parameters_shows():
+  """It counts as a weight: alone it is quantised, with weights it is not."""
+  f = lambda p, x: (p["data"] @ p["w"], p["data"].T @ x)
+  params = {"data": X, "w": normal(0, D, 8)}
+  both, data = fp4jax.coverage(fp4jax.quantize(f, ALL), params, X).rows
+  assert not both.quantised and "both operands come" in both.reason
+  assert data.quantised and data.path == "data"
+
+
 def test_closed_over_weights_are_listed():
   w = normal(0, D, D)
   f = lambda p, x: (x @ w) @ p
