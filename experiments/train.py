@@ -152,7 +152,7 @@ def run(
   Args:
     config: of ``configs/``.
     workdir: a folder, new or of this very experiment.
-    brief: whether to print the coverage's last line instead of its table.
+    brief: whether to print the coverage's count instead of its table.
 
   Returns:
     The result.
@@ -180,7 +180,8 @@ def run(
   files.write(workdir / "coverage.txt", f"{table}\n")
   shown = table
   if brief:
-    shown = f"{table.splitlines()[-1]}: {workdir / 'coverage.txt'}"
+    count = next(x for x in table.splitlines() if "linear layers" in x)
+    shown = f"{count}: {workdir / 'coverage.txt'}"
   print(_describe(experiment, corpus), shown, sep="\n", flush=True)
 
   params, compile_seconds = _train(experiment, corpus, workdir)

@@ -128,14 +128,15 @@ def test_coverage_comes_before_step_0_and_progress_in_plain_lines(compared):
   """Of each run one line, which names the file of the table."""
   lines = compared.output.splitlines()
   for run in compared.comparison.runs:
-    name, table = run.result.recipe, run.result.coverage.splitlines()[-1]
+    name, table = run.result.recipe, run.result.coverage.splitlines()
+    count = next(line for line in table if "linear layers quantised" in line)
     mine = [i for i, line in enumerate(lines) if line.startswith(f"{name}: ")]
     steps = [i for i in mine if f"{name}: step " in lines[i]]
     assert len(steps) == 8  # 5 of 2 steps each, cut at 5; 2 validations
     assert "tokens/s" in lines[steps[0]] and "left" in lines[steps[0]]
     assert "loss" in lines[steps[0]]
     path = compared.workdir / "runs" / name / "coverage.txt"
-    assert lines[mine[0] : steps[0]].count(f"{table}: {path}") == 1
+    assert lines[mine[0] : steps[0]].count(f"{count}: {path}") == 1
     assert path.read_text() == f"{run.result.coverage}\n"
   assert "fprop" not in compared.output
 
