@@ -180,8 +180,8 @@ def run(
   files.write(workdir / "coverage.txt", f"{table}\n")
   shown = table
   if brief:
-    count = next(x for x in table.splitlines() if "linear layers" in x)
-    shown = f"{count}: {workdir / 'coverage.txt'}"
+    lines = [x for x in table.splitlines() if not x.startswith("backend ")]
+    shown = f"{lines[-1]}: {workdir / 'coverage.txt'}"
   print(_describe(experiment, corpus), shown, sep="\n", flush=True)
 
   params, compile_seconds = _train(experiment, corpus, workdir)
