@@ -152,13 +152,15 @@ def bind(eqn, args) -> list:
   return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def varying_axes(x) -> tuple[str, ...]:
-  """The axes of a ``shard_map`` around over which ``x`` differs, in order."""
-  aval = jax.typeof(x)
-  if hasattr(aval, "manual_axis_type"):
-    varying = aval.manual_axis_type.varying
-  else:  # JAX 0.11
-    varying = aval.vma
+def varying_axes(*arrays) -> tuple[str, ...]:
+  """The axes of a ``shard_map`` around over which arrays differ, in order."""
+  varying: set = set()
+  for x in arrays:
+    aval = jax.typeof(x)
+    if hasattr(aval, "manual_axis_type"):
+      varying |= set(aval.manual_axis_type.varying)
+    else:  # JAX 0.11
+      varying |= set(aval.vma)
   mesh = jax.sharding.get_abstract_mesh()
   return tuple(axis for axis in mesh.axis_names if axis in varying)
 

@@ -19,7 +19,11 @@ class Choice(NamedTuple):
   reason: str
 
 
-def check(recipe: recipes.Recipe, backend: str | None = None) -> Choice:
+def check(
+  recipe: recipes.Recipe,
+  backend: str | None = None,
+  shards: tuple[str, ...] = (),
+) -> Choice:
   """The backend that serves ``recipe``, asked beforehand.
 
   Args:
@@ -29,6 +33,7 @@ def check(recipe: recipes.Recipe, backend: str | None = None) -> Choice:
       kernels run slowly on a CPU, for tests; None takes the kernels where they
       can serve and there is one device to serve, else the reference. All give
       the same bits.
+    shards: axes of a ``shard_map`` around, over which the operands differ.
 
   Returns:
     The backend's name, and why it was chosen.
@@ -48,6 +53,11 @@ def check(recipe: recipes.Recipe, backend: str | None = None) -> Choice:
   if backend == "reference":
     return Choice("reference", "it was asked for")
   obstacle = _unserved(recipe)
+  if shards:
+    obstacle = obstacle or (
+      f"the operands are shards over {', '.join(shards)} of a shard_map, which"
+      " the kernels do not follow yet"
+    )
   if backend != "pallas_interpret":
     obstacle = obstacle or _device_obstacle()
   if backend is not None:

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
+from fp4jax import _jax
 from fp4jax import backends
 from fp4jax import block_scaled
 from fp4jax import errors
@@ -105,7 +106,8 @@ def dot(
       )
   if weight not in ("lhs", "rhs"):
     raise ValueError(f"{site}: weight={weight!r}; use 'lhs' or 'rhs'.")
-  backend = backends.check(recipe, backend).name
+  shards = _jax.varying_axes(lhs, rhs)
+  backend = backends.check(recipe, backend, shards).name
   out = jax.eval_shape(
     lambda lhs, rhs: lax.dot_general(
       lhs,

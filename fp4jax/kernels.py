@@ -27,6 +27,7 @@ from pallas_kernels import registers
 
 BLOCK = quantize_kernel.BLOCK
 _ROW_ELEMENTS = 2048  # m k of rows must be a multiple
+_BATCH = 2**15  # CUDA launches at most 65,535 programs along a batch
 
 
 class Request(NamedTuple):
@@ -142,8 +143,17 @@ def _quantize_batch(x, streams, *, rows, columns, interpret, native):
     out = one(flat[0], jnp.uint32(0))
     out = jax.tree.map(lambda leaf: leaf[None], out)
   else:
-    out = jax.vmap(one)(flat, jnp.arange(flat.shape[0], dtype=jnp.uint32))
+    index = jnp.arange(flat.shape[0], dtype=jnp.uint32)
+    out = _over_batch(lambda args: one(*args), (flat, index))
   return jax.tree.map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), out)
+
+
+def _over_batch(function, arrays):
+  """``jax.vmap``, in parts where the batch is longer than a launch takes."""
+  size = jax.tree.leaves(arrays)[0].shape[0]
+  if size <= _BATCH:
+    return jax.vmap(function)(arrays)
+  return jax.lax.map(function, arrays, batch_size=_BATCH)
 
 
 def _quantize(x, batch, streams, rows, columns, interpret, native):
@@ -249,8 +259,11 @@ def _padded_shape(m, k, columns: bool) -> tuple[int, int]:
       (_up(m, rows), _up(k, across)) for rows, across in registers.COLUMN_SHAPES
     ]
     return min(shapes, key=math.prod)
-  k = _up(k, BLOCK)
-  return _up(m, _ROW_ELEMENTS // math.gcd(_ROW_ELEMENTS, k)), k
+  shapes, width = [], BLOCK
+  while width <= _ROW_ELEMENTS:  # few rows are padded to longer ones
+    shapes.append((_up(m, _ROW_ELEMENTS // width), _up(k, width)))
+    width *= 2
+  return min(shapes, key=math.prod)
 
 
 def _up(size, multiple):
@@ -282,6 +295,8 @@ def decode(quantised: block_scaled.BlockScaled, *, interpret: bool = False):
     )
     return values[:rows, :k]
 
-  for _ in batch:
-    one = jax.vmap(one)
-  return one(codes, scales)
+  if not batch:
+    return one(codes, scales)
+  flat = [a.reshape(-1, *a.shape[-2:]) for a in (codes, scales)]
+  values = _over_batch(lambda args: one(*args), flat)
+  return values.reshape(*batch, *values.shape[1:])

@@ -33,6 +33,7 @@ def amax(x, *, signs: int | None = None, plain: bool = True, interpret=None):
     ValueError: for sizes that the tiles do not divide.
   """
   m, k = x.shape
+  registers.check_size(m, k)
   tile = registers.columns(m, k, interpret is not None, downs=(1, 2, 4))
   if tile is None:
     raise ValueError(

@@ -35,6 +35,7 @@ def decode(codes, scales, *, dtype=jnp.bfloat16, interpret=None):
     ValueError: for sizes that the tiles do not divide.
   """
   m, k = codes.shape[0], 2 * codes.shape[1]
+  registers.check_size(m, k)
   n = m * k // BLOCK
   if k % BLOCK or n % registers.LANES:
     raise ValueError(

@@ -96,7 +96,8 @@ def quantize(
     A ``Quantized`` for each direction that was asked for.
 
   Raises:
-    ValueError: for sizes that the tiles do not divide, or nothing to do.
+    ValueError: for sizes that the tiles do not divide, or whose addresses 32
+      bits do not hold; or nothing to do.
   """
   check(x, rows, columns)
   m, k = x.shape
@@ -169,6 +170,7 @@ def check(x, rows, columns):
     raise ValueError(
       f"quantize: x has dtype {x.dtype}, needed bfloat16 or float32; cast it."
     )
+  registers.check_size(m, k)
   if rows is not None and (k % BLOCK or m * k % (registers.LANES * BLOCK)):
     raise ValueError(
       f"quantize: rows of x[{m}, {k}] need k % 16 == 0 and m k % 2048 == 0; pad"

@@ -609,6 +609,15 @@ COLUMN_SHAPES = tuple(Columns(False, down).shape for down in (4, 2, 1))
 """Shapes of the tiles of columns; one of them must divide an operand."""
 
 
+def check_size(m: int, k: int) -> None:
+  """Raises ValueError for operands whose addresses 32 bits do not hold."""
+  if k > 2**26 or m * k > 2**34:
+    raise ValueError(
+      f"x[{m}, {k}] is too large for the kernels, which take 2**26 columns and"
+      " 2**34 elements at most; divide it, or use the reference backend."
+    )
+
+
 def columns(m: int, k: int, interpret: bool, downs=(4, 2, 1)) -> Columns | None:
   """The first tile of columns that divides [m, k], None if there is none."""
   for down in downs:

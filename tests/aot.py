@@ -7,6 +7,7 @@ Prints each kernel's name, then what MOSAIC_GPU_DUMP_PTX and
 MOSAIC_GPU_DUMP_PTXAS ask for.
 """
 
+import dataclasses
 import sys
 
 import jax
@@ -14,6 +15,7 @@ from jax.experimental import topologies
 import jax.numpy as jnp
 import numpy as np
 
+import fp4jax
 from pallas_kernels import amax
 from pallas_kernels import decode
 from pallas_kernels import quantize
@@ -82,13 +84,15 @@ def struct(shape, dtype):
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _quantise(rows, columns, native=(), decoded=None):
+def _quantise(rows, columns, native=(), decoded=None, packed=True):
   """A kernel of one direction or both, as a function of its arrays."""
 
   def run(x, scalars, stream):
     def operand(config):
       random = stream if config.rounding == "sr" else None
-      return quantize.Operand(config, scalars, random, decoded=decoded)
+      return quantize.Operand(
+        config, scalars, random, packed=packed, decoded=decoded
+      )
 
     return quantize.quantize(
       x,
@@ -100,8 +104,24 @@ def _quantise(rows, columns, native=(), decoded=None):
   return run
 
 
+def _rematerialised(x, w, key):
+  """The gradient of a rematerialised quantised product."""
+
+  def product(x, w):
+    return fp4jax.dot(
+      x,
+      w,
+      (((1,), (1,)), ((), ())),
+      recipe=fp4jax.recipes.nvfp4(),
+      key=key,
+      backend="pallas",
+    ).astype(jnp.float32)
+
+  return jax.grad(lambda *a: jax.checkpoint(product)(*a).sum(), (0, 1))(x, w)
+
+
 def kernels(gpu: str) -> dict:
-  """Every kernel in every variant, by name: a function and its arguments."""
+  """Kernels in the variants that recipes use: functions and arguments."""
   native = NATIVE[gpu]
   config = quantize.Config
   rne, sr = config(), config(rounding="sr")
@@ -110,7 +130,9 @@ def kernels(gpu: str) -> dict:
   exact = config(scale="restricted", scale_max=64.0, four_over_six=True)
   exact_sr = config(scale="restricted", scale_max=64.0, rounding="sr")
   bf16, f32 = (struct((512, 1024), d) for d in (jnp.bfloat16, jnp.float32))
+  six = config(scale_max=256.0, four_over_six=True)
   small = struct((16, 256), jnp.bfloat16)
+  two_deep = struct((32, 128), jnp.bfloat16)
   rest = struct((4,), jnp.float32), struct((4,), jnp.uint32)
   codes = struct((512, 512), jnp.uint8), struct((512, 64), jnp.uint8)
   found = {
@@ -126,11 +148,51 @@ def kernels(gpu: str) -> dict:
     "rows_exact": (_quantise(exact, None), bf16, *rest),
     "rows_exact_sr": (_quantise(exact_sr, None), bf16, *rest),
     "columns": (_quantise(None, rne), bf16, *rest),
-    "columns_one_block": (_quantise(None, rotated), small, *rest),
+    "columns_rht_one_block": (_quantise(None, rotated), small, *rest),
     "columns_rht": (_quantise(None, rotated), f32, *rest),
     "columns_rht_sr": (_quantise(None, rotated_sr), bf16, *rest),
     "both_rht": (_quantise(rne, rotated), bf16, *rest),
     "both_rht_sr": (_quantise(sr, rotated_sr), bf16, *rest),
+    "both_exact_rht": (
+      _quantise(exact, dataclasses.replace(exact, signs=SIGNS)),
+      bf16,
+      *rest,
+    ),
+    "both_six_rht": (
+      _quantise(six, dataclasses.replace(six, signs=SIGNS)),
+      bf16,
+      *rest,
+    ),
+    "both_exact_rht_sr": (
+      _quantise(exact_sr, dataclasses.replace(exact_sr, signs=SIGNS)),
+      bf16,
+      *rest,
+    ),
+    "columns_sr8": (
+      _quantise(None, config(rounding="sr", sr_bits=8)),
+      bf16,
+      *rest,
+    ),
+    "columns_rht_decoded": (
+      _quantise(None, rotated, (), jnp.bfloat16, packed=False),
+      bf16,
+      *rest,
+    ),
+    "columns_rht_two_deep": (_quantise(None, rotated), two_deep, *rest),
+    "rows_square": (
+      lambda x, scalars, tops: quantize.quantize(
+        x, quantize.Operand(rne, scalars, block_amax=tops), None
+      ),
+      bf16,
+      rest[0],
+      struct((512, 64), jnp.float32),
+    ),
+    "rows_vmap": (
+      jax.vmap(_quantise(rne, None), in_axes=(0, None, None)),
+      struct((3, 64, 128), jnp.bfloat16),
+      *rest,
+    ),
+    "dot_remat": (_rematerialised, bf16, bf16, rest[1]),
     "amax": (amax.amax, bf16),
     "amax_rht": (lambda x: amax.amax(x, signs=SIGNS), bf16),
     "rows_decoded_e4m3": (
@@ -146,7 +208,11 @@ def kernels(gpu: str) -> dict:
   }
   if "rne" in native:
     found["rows_native"] = (_quantise(rne, None, native), bf16, *rest)
-    found["columns_native"] = (_quantise(None, rotated, native), bf16, *rest)
+    found["columns_rht_native"] = (
+      _quantise(None, rotated, native),
+      bf16,
+      *rest,
+    )
   if "sr8" in native:
     sr8 = config(rounding="sr", sr_bits=8)
     found["rows_native_sr8"] = (_quantise(sr8, None, native), bf16, *rest)

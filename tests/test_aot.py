@@ -55,14 +55,15 @@ def test_every_kernel_is_assembled_without_spills(compiled):
     assert f".target {gpu}" in output, name
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", output)
     assert spills and set(spills) == {"0"}, (name, spills)
-    (registers,) = set(re.findall(r"Used (\d+) registers", output))
-    assert int(registers) <= 168, name  # three programs a multiprocessor
+    registers = map(int, re.findall(r"Used (\d+) registers", output))
+    most = 232 if "exact" in name or "six" in name else 168
+    assert max(registers) <= most, name  # two and three programs a processor
 
 
 def test_quantisation_is_in_the_program(compiled):
   gpu, outputs = compiled
   for name, output in outputs.items():
-    if name.startswith(("amax", "decode")):
+    if name.startswith(("amax", "decode", "dot")):
       continue
     assert "cvt.rn.satfinite.e4m3x2.f32" in output, name
     assert "rcp.rn.f32" in output, name
@@ -71,8 +72,11 @@ def test_quantisation_is_in_the_program(compiled):
     nearest = native and not random
     assert ("cvt.rn.satfinite.e2m1x2.f32" in output) == nearest, name
     assert ("cvt.rs.satfinite.e2m1x4.f32" in output) == random, name
-    assert ("shf.l.wrap.b32" in output) != native, name
-    assert ("mul.wide.u32" in output) >= ("_sr" in name), name
-    assert ("cvt.rn.bf16x2.f32" in output) >= ("rht" in name), name
+    packs = not native and name != "columns_rht_decoded"
+    assert ("shf.l.wrap.b32" in output) == packs, name
+    # Philox multiplies twenty times a draw of eight elements.
+    assert (output.count("mul.wide.u32") >= 30) == ("_sr" in name), name
+    rounds = "rht" in name or name.endswith("_decoded")
+    assert ("cvt.rn.bf16x2.f32" in output) == rounds, name
   assert ("rows_native" in outputs) == ("rne" in aot.NATIVE[gpu])
   assert ("rows_native_sr8" in outputs) == ("sr8" in aot.NATIVE[gpu])

@@ -60,6 +60,10 @@ def operand_data(shape, dtype="float32", seed=0):
   return jnp.asarray(x, dtype)
 
 
+def huge(shape):
+  return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
 def assert_same_bits(got, want):
   got, want = np.asarray(got), np.asarray(want)
   assert got.shape == want.shape and got.dtype == want.dtype
@@ -315,9 +319,14 @@ def test_the_race_detector_finds_a_race():
     (lambda x, o: quantize.quantize(x.astype(int), o, None), ["int32", "cast"]),
     (lambda x, o: amax.amax(x[:3]), ["(16, 256)", "pad"]),
     (lambda x, o: decode.decode(x[:3], x), ["2048", "pad"]),
+    (lambda x, o: amax.amax(huge((64, 2**27))), ["2**26", "reference"]),
+    (
+      lambda x, o: quantize.quantize(huge((2**20, 2**15)), o, None),
+      ["2**34", "divide"],
+    ),
   ],
 )
-def test_what_tiles_do_not_divide_is_refused(call, words):
+def test_what_kernels_cannot_take_is_refused(call, words):
   operand = quantize.Operand(quantize.Config(), jnp.ones(4))
   with pytest.raises(ValueError) as info:
     call(jnp.ones((64, 128)), operand)
@@ -363,6 +372,53 @@ def test_dot_gives_the_numbers_of_the_reference(recipe, batch):
   assert kept == want_kept
   for a, b in zip(got, want, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+def test_shards_are_refused_or_left_to_the_reference(monkeypatch):
+  """A kernel sees one shard, whose amax is not the operand's."""
+  mesh = jax.make_mesh(
+    (1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  spec = jax.sharding.PartitionSpec
+  x, w = operand_data((32, 64)), operand_data((64, 32), seed=1)
+
+  def product(x, w, backend):
+    recipe = recipes.nvfp4()
+    return fp4jax.dot(x, w, MATMUL, recipe=recipe, backend=backend)
+
+  def sharded(backend):
+    return jax.shard_map(
+      lambda x, w: product(x, w, backend),
+      mesh=mesh,
+      in_specs=(spec("data"), spec()),
+      out_specs=spec("data"),
+    )
+
+  with pytest.raises(errors.UnsupportedError, match="shards over data"):
+    sharded("pallas_interpret")(x, w)
+  TestBackends().device(monkeypatch)  # one GPU, as the library sees it
+  assert backends.check(recipes.nvfp4()).name == "pallas"
+  np.testing.assert_array_equal(sharded(None)(x, w), product(x, w, "reference"))
+
+
+def test_long_batches_are_launched_in_parts(monkeypatch):
+  x = operand_data((3, 16, 64), "bfloat16")
+  want = fp4jax.quantize_array(x, Operand(rounding="sr"), STREAM)
+  monkeypatch.setattr(kernels, "_BATCH", 2)
+  jax.clear_caches()
+  request = kernels.Request(Operand(rounding="sr"), packed=True, decoded=False)
+  got, _ = kernels.quantize(x, request, None, (STREAM, None), interpret=True)
+  assert_same_bits(got.codes.codes, want.codes)
+  values = kernels.decode(got.codes, interpret=True)
+  assert_same_bits(values, want.decode())
+
+
+@pytest.mark.parametrize(
+  "shape, padded", [((1, 1040), (1, 2048)), ((4, 1040), (4, 1536))]
+)
+def test_few_rows_are_not_padded_to_many(shape, padded):
+  assert kernels._padded_shape(*shape, False) == padded
+  check(operand_data((4, 1040), "bfloat16")[: shape[0]], Operand())
 
 
 @slow

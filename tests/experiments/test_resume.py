@@ -162,6 +162,8 @@ def test_signals_to_the_command_line(
       f"--config.data.cache={cache}",
       f"--workdir={tmp_path}",
     ],
+    # Background jobs of a shell inherit an ignored SIGINT.
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     env=os.environ
     | {
       "JAX_COMPILATION_CACHE_DIR": compilation_cache,
