@@ -138,6 +138,15 @@ def test_sigterm_saves_the_step_at_hand(
   assert losses(tmp_path) == losses(straight)
 
 
+# python -m experiments.train, with the SIGINT that background jobs of a shell
+# ignore.
+_TRAIN = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("experiments.train", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.parametrize(
   "sent, code, said",
   [
@@ -152,8 +161,8 @@ def test_signals_to_the_command_line(
   process = subprocess.Popen(
     [
       sys.executable,
-      "-m",
-      "experiments.train",
+      "-c",
+      _TRAIN,
       "--config=configs/tiny.py",
       "--config.recipe=none",
       "--config.train.steps=1000000",
@@ -162,8 +171,6 @@ def test_signals_to_the_command_line(
       f"--config.data.cache={cache}",
       f"--workdir={tmp_path}",
     ],
-    # Background jobs of a shell inherit an ignored SIGINT.
-    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     env=os.environ
     | {
       "JAX_COMPILATION_CACHE_DIR": compilation_cache,
