@@ -81,7 +81,8 @@ def quantize(
   """Quantises an operand along its last axis, the one before, or both.
 
   Args:
-    x: [*batch, m, k] float, no axis empty.
+    x: [*batch, m, k] float, no axis empty; the whole operand, no shard of it:
+      ``backends.check`` keeps shards away.
     rows: contracts k.
     columns: contracts m.
     streams: uint32 [3] of each request that rounds stochastically, see
@@ -220,7 +221,6 @@ def _trim(q, m, k, request, transposed):
 def _kernel_operand(request, amax, stream, batch):
   """A request as the kernel takes it."""
   operand = request.operand
-  amax = scaling.over_shards(amax)
   scale = block_scaled.two_level_scale(amax, operand)
   finite = jnp.isfinite(amax)
   smallest = jnp.where(finite, scaling.SMALLEST, jnp.nan)

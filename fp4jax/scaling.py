@@ -77,11 +77,7 @@ def operand_amax(x):
 
   ``x`` may be the operand itself or the amax of its blocks.
   """
-  return over_shards(amax(x, axis=(-2, -1)))
-
-
-def over_shards(local):
-  """The largest of the amax of every shard, where ``shard_map`` made some."""
+  local = amax(x, axis=(-2, -1))
   varying = _jax.varying_axes(local)
   if not varying:
     return local

@@ -216,7 +216,7 @@ class Tile:
       out = []
       for draw in range(draws):
         counter = place * draws + draw, row, batch, loop
-        for word in _philox4x32(_Numpy, counter, keys):
+        for word in _philox4x32(_Jnp, counter, keys):
           for i in range(per_word):
             out.append(word >> (bits * i) & ((1 << bits) - 1))
       return self.merge(out)
@@ -224,7 +224,7 @@ class Tile:
     return self._blockwise(emit, twin, args, jnp.uint32, BLOCK)
 
   def pack(self, index, x):
-    """uint32 [count] words of eight 4-bit codes each, the first lowest.
+    """Two uint32 words a block of eight 4-bit codes each, the first lowest.
 
     Args:
       index: uint32 tile; a code's magnitude is the sum, modulo 8, of bits 0 to
@@ -684,8 +684,11 @@ class _Mlir:
   xor: Callable = arith.xori
 
 
-class _Numpy:
-  """The same on uint32 arrays; products by halves of 16 bits."""
+class _Jnp:
+  """The same on uint32 arrays; products by halves of 16 bits.
+
+  ``fp4jax.rounding`` has them too: nothing here may import it.
+  """
 
   @staticmethod
   def multiply(x, factor):

@@ -529,6 +529,6 @@ def test_round_keys_are_philox4x32s():
   key = jnp.array([3, 5], jnp.uint32)
   keys = registers.round_keys(key)
   counter = tuple(jnp.full((1,), i, jnp.uint32) for i in (9, 8, 7, 6))
-  got = registers._philox4x32(registers._Numpy, counter, list(keys))
+  got = registers._philox4x32(registers._Jnp, counter, list(keys))
   want = rounding.philox4x32((9, 8, 7, 6), (3, 5))
   assert [int(w[0]) for w in got] == [int(w) for w in want]
