@@ -18,8 +18,8 @@ from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
-import optax
 
+from experiments import bench
 from experiments.models import transformer
 import fp4jax
 from fp4jax import policies
@@ -47,33 +47,14 @@ def model(layers: int, width: int) -> tuple[transformer.Transformer, dict]:
   return net, jax.eval_shape(net.init, jax.random.key(0), tokens)
 
 
-def train_step(apply: Callable, keyed: bool):
-  """A jitted train step, never compiled before."""
-  optimizer = optax.adamw(1e-3)
-
-  def step(variables, opt_state, tokens, key):
-    def loss(variables):
-      options = {"fp4_key": key} if keyed else {}
-      logits = apply(variables, tokens, **options)
-      return optax.softmax_cross_entropy_with_integer_labels(
-        logits[:, :-1], tokens[:, 1:]
-      ).mean()
-
-    value, grads = jax.value_and_grad(loss)(variables)
-    updates, opt_state = optimizer.update(grads, opt_state, variables)
-    return value, optax.apply_updates(variables, updates), opt_state
-
-  return jax.jit(step)
-
-
 def measure(apply_of: Callable, variables, keyed: bool, repeats: int):
   """Median CPU and wall-clock seconds to trace and compile a train step."""
-  opt_state = jax.eval_shape(optax.adamw(1e-3).init, variables)
+  opt_state = jax.eval_shape(bench.OPTIMIZER.init, variables)
   tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
   key = jax.eval_shape(lambda: jax.random.key(0))
   cpu, wall = [], []
   for _ in range(repeats):
-    step = train_step(apply_of(), keyed)
+    step = jax.jit(bench.train_step(apply_of(), keyed))
     start = time.process_time(), time.perf_counter()
     step.lower(variables, opt_state, tokens, key).compile()
     cpu.append(time.process_time() - start[0])

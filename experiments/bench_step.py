@@ -16,8 +16,8 @@ import time
 from absl import app
 from absl import flags
 import jax
-import optax
 
+from experiments import bench
 from experiments.models import transformer
 import fp4jax
 from fp4jax import recipes
@@ -41,7 +41,7 @@ def variant(name: str, net) -> tuple:
   if name == "none":
     return net.apply, False
   policy = fp4jax.Policy(
-    rules=(fp4jax.Rule(path="**/lm_head/**", recipe=None, optional=True),),
+    rules=(fp4jax.Rule(path="**/lm_head/**", recipe=None),),
     default=getattr(recipes, name)(),
   )
   return fp4jax.quantize(net.apply, policy, backend=_BACKEND.value), True
@@ -50,24 +50,11 @@ def variant(name: str, net) -> tuple:
 def measure(name: str, net) -> dict:
   """Compiles and runs a train step."""
   apply, keyed = variant(name, net)
-  optimizer = optax.adamw(1e-3)
-
-  def step(params, opt_state, tokens, key):
-    def loss(params):
-      options = {"fp4_key": key} if keyed else {}
-      logits = apply({"params": params}, tokens, **options)
-      return optax.softmax_cross_entropy_with_integer_labels(
-        logits[:, :-1], tokens[:, 1:]
-      ).mean()
-
-    value, grads = jax.value_and_grad(loss)(params)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return value, optax.apply_updates(params, updates), opt_state
-
+  step = bench.train_step(apply, keyed)
   shape = _BATCH.value, _SEQUENCE.value
   tokens = jax.random.randint(jax.random.key(1), shape, 0, _VOCAB.value)
-  params = jax.jit(net.init)(jax.random.key(0), tokens)["params"]
-  opt_state = jax.jit(optimizer.init)(params)
+  params = jax.jit(net.init)(jax.random.key(0), tokens)
+  opt_state = jax.jit(bench.OPTIMIZER.init)(params)
   start = time.perf_counter()
   compiled = (
     jax.jit(step, donate_argnums=(0, 1))
