@@ -79,6 +79,7 @@ def test_report_is_one_file_that_loads_nothing(compared):
     image = base64.b64decode(content)
     assert image.startswith(b"\x89PNG")
     assert image == (compared.workdir / f"{name}.png").read_bytes()
+    page = page.replace(source, "")  # four letters may mean anything there
   assert "http" not in page and "<script" not in page and "$" not in page
   for run in compared.comparison.runs:
     assert f"{run.result.validation_loss:.4f}" in page
