@@ -7,9 +7,12 @@ JAX.
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 from typing import Any
 
 import jax
+from jax.experimental import xla_metadata
 from jax.extend import core
 from jax.extend import source_info_util
 import jax.numpy as jnp
@@ -176,6 +179,35 @@ def default_device():
 def device_count() -> int:
   """Devices of the default device's platform in this process and others."""
   return len(jax.devices(default_device().platform))
+
+
+def compiles_units() -> bool:
+  """Whether what ``compiled_once`` returns is compiled apart.
+
+  On one CPU alone: XLA's partitioner does not see into a unit.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  alone = default_device().platform == "cpu" and device_count() == 1
+  return alone and mesh.empty
+
+
+def compiled_once(function):
+  """Jits a function of arrays and static keywords, one compilation a shape.
+
+  XLA inlines what a program calls and compiles every copy. Its CPU compiler
+  leaves a ``compilation_unit`` as it is and compiles it once.
+  """
+
+  @functools.wraps(function)
+  def call(*arrays, **static):
+    part = functools.partial(function, **static)
+    if compiles_units():
+      unit = {"compilation_unit": function.__name__, "inlineable": "false"}
+      part = xla_metadata.xla_metadata_call(part, **unit)
+    return part(*arrays)
+
+  static = inspect.getfullargspec(function).kwonlyargs
+  return jax.jit(call, static_argnames=static)
 
 
 def given_shardings(shardings) -> tuple | None:

@@ -10,6 +10,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from fp4jax import _jax
 from fp4jax import formats
 from fp4jax import hadamard
 from fp4jax import recipes
@@ -52,13 +53,15 @@ class BlockScaled:
 
   def decode(self, dtype=jnp.bfloat16) -> jax.Array:
     """Codes times block scales, [*batch, m, k]: exact in BF16."""
-    fmt = formats.FORMATS[self.format]
-    codes = formats.unpack(self.codes) if self.packed else self.codes
-    values = formats.decode(codes, fmt.element)
-    if fmt.scale is not None:
-      scales = scaling.decode_block_scale(self.scales, fmt.scale)
-      values = _times_blocks(values, _rows(scales, self.block[0], values))
-    return values[..., : self.shape[-1]].astype(dtype)
+    return _decode(
+      self.codes,
+      self.scales,
+      format=self.format,
+      rows=self.block[0],
+      packed=self.packed,
+      size=self.shape[-1],
+      dtype=jnp.dtype(dtype),
+    )
 
   def dequantize(self, dtype=jnp.float32) -> jax.Array:
     """The values that the operand stands for, in the original layout."""
@@ -125,21 +128,77 @@ def quantize_array(
     stream = key
   else:
     stream = rounding.site_stream(key)
-  moved = jnp.moveaxis(x, axis, -1)
-  codes, scales, tensor_scale = _quantize(moved, stream, operand=operand)
+  codes = quantize(x, operand, stream, axis=axis, packed=packed).codes
+  assert codes is not None  # asked for
+  return codes
+
+
+class Quantised(NamedTuple):
+  """An operand quantised, None for what was not asked for.
+
+  Attributes:
+    codes: a ``BlockScaled``, the contraction axis last.
+    decoded: BF16 codes times block scales; a contraction axis that is rotated
+      is padded to the rotation.
+    tensor_scale: float32 [*batch].
+  """
+
+  codes: BlockScaled | None
+  decoded: jax.Array | None
+  tensor_scale: jax.Array
+
+
+def quantize(
+  x,
+  operand: "recipes.Operand",
+  stream=None,
+  *,
+  axis: int = -1,
+  codes: bool = True,
+  decoded: bool = False,
+  packed: bool = True,
+) -> Quantised:
+  """Quantises one operand of a GEMM.
+
+  Args:
+    x: [*batch, m, k] float, k contracted; for ``axis`` -2 [*batch, k, m].
+    operand: format, block, rounding.
+    stream: uint32[3] of ``rounding.site_stream``, for stochastic rounding.
+    axis: the contraction axis, -1 or -2.
+    codes: whether codes are wanted.
+    decoded: whether decoded values are wanted.
+    packed: store 4-bit codes two a byte.
+
+  Returns:
+    What was asked for, the contraction axis last.
+  """
   fmt = formats.FORMATS[operand.format]
-  quantised = BlockScaled(
-    codes=codes,
-    scales=scales,
-    tensor_scale=tensor_scale,
-    format=operand.format,
-    block=operand.block if fmt.block else (1, 1),
-    shape=rotated_shape(moved.shape, operand.rht),
+  packed = packed and fmt.packed
+  elements, scales, tensor_scale, values = _quantize(
+    # What is compiled apart reads x from memory, rounded to its dtype.
+    x if _jax.compiles_units() else scaling.read(x),
+    stream,
+    operand=operand,
     axis=axis,
-    dtype=x.dtype,
-    packed=False,
+    codes=codes,
+    decoded=decoded,
+    packed=packed,
   )
-  return quantised.pack() if packed else quantised
+  shape = x.shape if axis == -1 else (*x.shape[:-2], x.shape[-1], x.shape[-2])
+  scaled = None
+  if codes:
+    scaled = BlockScaled(
+      codes=elements,
+      scales=scales,
+      tensor_scale=tensor_scale,
+      format=operand.format,
+      block=operand.block if fmt.block else (1, 1),
+      shape=rotated_shape(shape, operand.rht),
+      axis=axis,
+      dtype=x.dtype,
+      packed=packed,
+    )
+  return Quantised(scaled, values, tensor_scale)
 
 
 def rotated_shape(shape, rht):
@@ -149,43 +208,77 @@ def rotated_shape(shape, rht):
   return (*shape[:-1], -(-shape[-1] // rht.size) * rht.size)
 
 
-@functools.partial(jax.jit, static_argnames="operand")
-def _quantize(x, stream, *, operand):
-  """Codes, block scale codes and tensor scale of [*batch, m, k]."""
+@_jax.compiled_once
+def _quantize(x, stream, *, operand, axis, codes, decoded, packed):
+  """Codes, block scale codes, tensor scale and decoded values of an operand."""
   fmt = formats.FORMATS[operand.format]
-  x = scaling.read(x)
+  x = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
   x = hadamard.rht(x, operand.rht) if operand.rht else x
+  size = x.shape[-1]
   x = hadamard.pad_last(x, fmt.block or 1)
-  tops = block_amax(x, operand.block) if fmt.block else x
+  shape = x.shape
+  if operand.block[0] == 1 and _jax.compiles_units():
+    # One row: what works on blocks is compiled once for as many blocks.
+    x = x.reshape(*shape[:-2], 1, shape[-2] * shape[-1])
+  magnitude = scaling.magnitude(x)
+  tops = block_amax(magnitude, operand.block) if fmt.block else magnitude
   amax = scaling.operand_amax(tops)
   finite = jnp.isfinite(amax)
   random = None
   if operand.rounding == "sr":
-    random = rounding.random_bits(stream, x.shape, operand.sr_bits)
+    random = rounding.random_bits(stream, shape, operand.sr_bits)
+    random = random.reshape(x.shape)
   if fmt.block is None:
     encode = scaling.encode_scale(amax, fmt.element.max)
     live = finite & (amax >= scaling.SMALLEST)
     per_element = jnp.where(live, encode, 0.0)[..., None, None]
-    codes = _encode(x, per_element, fmt.element.max, fmt, operand, random)
+    elements = _encode(x, per_element, fmt.element.max, fmt, operand, random)
     scales, decode = None, scaling.divide(1.0, encode)
   else:
     live = (tops >= scaling.SMALLEST) & finite[..., None, None]
     tops = jnp.where(live, tops, 0.0)
     if fmt.scale == "e8m0":
-      codes, scales = _microscale(x, tops, fmt, operand, random)
+      elements, scales = _microscale(x, tops, fmt, operand, random)
       decode = jnp.ones_like(amax)
     else:
-      codes, scales, decode = _two_level(x, amax, tops, fmt, operand, random)
-  return codes, scales, jnp.where(finite, decode, jnp.nan)
+      elements, scales, decode = _two_level(x, amax, tops, fmt, operand, random)
+  values = None
+  if decoded:
+    values = _values(elements, scales, fmt, operand.block[0])
+    values = values.reshape(shape)[..., :size].astype(jnp.bfloat16)
+  if not codes:
+    elements = scales = None
+  else:
+    elements = elements.reshape(shape)
+    elements = formats.pack(elements) if packed else elements
+    if scales is not None and operand.block[0] == 1:
+      scales = scales.reshape(*shape[:-1], shape[-1] // fmt.block)
+  return elements, scales, jnp.where(finite, decode, jnp.nan), values
+
+
+@_jax.compiled_once
+def _decode(codes, scales, *, format, rows, packed, size, dtype):
+  """[*batch, m, size] values of codes and block scale codes."""
+  codes = formats.unpack(codes) if packed else codes
+  values = _values(codes, scales, formats.FORMATS[format], rows)
+  return values[..., :size].astype(dtype)
+
+
+def _values(codes, scales, fmt, rows):
+  """float32 [*batch, m, k] values of unpacked codes and block scale codes."""
+  values = formats.decode(codes, fmt.element)
+  if fmt.scale is None:
+    return values
+  scales = scaling.decode_block_scale(scales, fmt.scale)
+  return _times_blocks(values, _rows(scales, rows, values))
 
 
 def _encode(x, inverse, limit, fmt, operand, random):
   """Codes of ``x * inverse``; all 0 where ``inverse`` is."""
   if fmt.element.min_exponent < -8:  # a range that reaches FP32's subnormals
     x = jnp.where(jnp.abs(x) < scaling.NORMAL, 0.0 * x, x)
-  scaled = jnp.clip(x * inverse, -limit, limit)
-  scaled = jnp.where(inverse == 0, 0.0, scaled)
-  return formats.encode(scaled, fmt.element, random, operand.sr_bits)
+  scaled = jnp.where(inverse == 0, 0.0, x * inverse)
+  return formats.encode(scaled, fmt.element, random, operand.sr_bits, limit)
 
 
 def _encode_blocks(x, inverse, limit, fmt, operand, random):
@@ -246,6 +339,7 @@ def _two_level(x, amax, tops, fmt, operand, random):
 
   def candidate(v, limit):
     scales = scaling.encode_block_scale(v, fmt.scale, operand.rounding)
+    scales = lax.optimization_barrier(scales)
     value = scaling.decode_block_scale(scales, fmt.scale)
     inverse = jnp.where(
       value == 0, 0.0, scaling.divide(1.0, value * decode[..., None, None])
@@ -297,16 +391,15 @@ def _pairwise_sum(x):
   return x[..., 0]
 
 
-def block_amax(x, block):
-  """[*batch, m, k] to [*batch, m or m blocks, blocks] amax."""
+def block_amax(magnitude, block):
+  """[*batch, m, k] magnitudes to [*batch, m or m blocks, blocks] amax."""
   rows, width = block
-  *lead, m, k = x.shape
-  by_row = scaling.amax(x.reshape(*lead, m, k // width, width), axis=-1)
-  if rows == 1:
-    return by_row
-  columns = hadamard.pad_last(jnp.swapaxes(by_row, -1, -2), rows)
-  columns = columns.reshape(*columns.shape[:-1], -(-m // rows), rows)
-  return jnp.swapaxes(scaling.amax(columns, axis=-1), -1, -2)
+  *lead, m, k = magnitude.shape
+  if m % rows:
+    rest = [*[(0, 0)] * len(lead), (0, -m % rows), (0, 0)]
+    magnitude = jnp.pad(magnitude, rest)
+  blocks = magnitude.reshape(*lead, -(-m // rows), rows, k // width, width)
+  return scaling.largest(blocks, (-3, -1))
 
 
 def _rows(per_block, rows: int, like):

@@ -33,7 +33,7 @@ from fp4jax import rounding
 RESIDUAL = "fp4jax_residual"
 """The ``checkpoint_name`` of everything that a quantised dot keeps."""
 
-# Rows of the streams table: operand = 2 * GEMM + (0 for lhs, 1 for rhs).
+# Operands of a site: 2 * GEMM + (0 for lhs, 1 for rhs).
 OPERANDS = 2 * len(recipes.GEMMS)
 X, W, G, WT, XT, GT = range(OPERANDS)
 
@@ -75,7 +75,7 @@ def dot(
     dimension_numbers: as ``jax.lax.dot_general``'s, any batch, contracted and
       free axes; no size needs to be a multiple of anything.
     recipe: what fprop, dgrad and wgrad do.
-    key: PRNG key (typed or raw), or the uint32[6, 3] streams of its operands.
+    key: PRNG key (typed or raw), or the ``rounding.Streams`` of its operands.
       Needed where a stochastically rounded GEMM runs.
     weight: "rhs" or "lhs", the side that holds the weight.
     precision: of GEMMs that the recipe leaves alone.
@@ -144,14 +144,13 @@ def _k_major(x, batch, contract):
   return x, sizes[0], sizes[1]
 
 
-def operand_streams(key):
-  """uint32[6, 3]: one stream an operand."""
-  if getattr(key, "dtype", None) == jnp.uint32 and key.shape == (OPERANDS, 3):
+def operand_streams(key) -> rounding.Streams:
+  """The streams of a dot that is a site of its own."""
+  if isinstance(key, rounding.Streams):
     return key
-  words = rounding.site_keys(
-    key, jnp.uint32(0), jnp.arange(OPERANDS, dtype=jnp.uint32)
-  )
-  return jnp.pad(words, ((0, 0), (0, 1)))
+  site, operands = np.indices((1, OPERANDS), np.uint32)
+  words = rounding.site_keys(key, site, operands)
+  return rounding.Streams(words, jnp.uint32(0), jnp.uint32(0))
 
 
 def once_differentiable(function):
@@ -200,11 +199,12 @@ def _linear_fwd(x, w, streams, spec):
 
 
 def _linear_bwd(spec, residuals, g):
-  _, _, streams = residuals
-  zero = None
-  if streams is not None:
-    zero = np.zeros(streams.shape, jax.dtypes.float0)
-  return *_linear_gradients(spec, residuals, g), zero
+  return *_linear_gradients(spec, residuals, g), no_gradient(residuals[-1])
+
+
+def no_gradient(integers):
+  """The cotangents of integer arrays."""
+  return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), integers)
 
 
 @once_differentiable
@@ -328,7 +328,7 @@ def _quantised(x, uses, streams, spec, packed=False):
       use.operand, packed=kept, decoded=not use.kept
     )
     if use.operand.rounding == "sr":
-      stream[use.transposed] = streams[use.place]
+      stream[use.transposed] = streams.of(use.place)
   rows, columns = requests
   results = kernels.quantize(x, rows, columns, stream, interpret=spec.interpret)
   out = []
@@ -342,15 +342,18 @@ def _quantised(x, uses, streams, spec, packed=False):
 
 
 def _by_reference(x, use, streams, packed):
-  stream = streams[use.place] if use.operand.rounding == "sr" else None
-  codes = block_scaled.quantize_array(
+  kept = use.kept or packed
+  result = block_scaled.quantize(
     x,
     use.operand,
-    stream,
+    streams.of(use.place) if use.operand.rounding == "sr" else None,
     axis=-2 if use.transposed else -1,
-    packed=use.kept,
+    codes=kept,
+    decoded=not kept,
   )
-  return codes.pack() if packed else codes, GemmOperand(codes, -1)
+  if kept:
+    return result.codes, GemmOperand(result.codes, -1)
+  return None, GemmOperand(result.decoded, -1, result.tensor_scale)
 
 
 def named(kept):

@@ -123,16 +123,18 @@ def round_to_grid(magnitude, element: Element, random=None, sr_bits: int = 16):
     random: None for nearest even, else uint32 random bits.
     sr_bits: how many random bits there are, 16 or 8.
   """
-  e = jnp.maximum(exponent(magnitude), element.min_exponent)
-  step = power_of_two(e - element.mantissa_bits)
-  binade = (e - element.min_exponent) << element.mantissa_bits
+  # The pattern of a power of two is its biased exponent, shifted by 23.
+  lowest = element.min_exponent + 127
+  binade = jnp.maximum(float_bits(magnitude) & 0x7F800000, lowest << 23)
+  index = ((binade >> 23).astype(jnp.int32) - lowest) << element.mantissa_bits
+  step = bits_float(binade - jnp.uint32(element.mantissa_bits << 23))
   if random is None:
-    return binade + _nearest(magnitude, step)
+    return index + _nearest(magnitude, step)
   moved = magnitude + rounding.offset(random, sr_bits) * step
   if sr_bits == 16:
-    return binade + _nearest(moved, step)
-  steps = power_of_two(element.mantissa_bits - e)
-  return binade + jnp.floor(moved * steps).astype(jnp.int32)
+    return index + _nearest(moved, step)
+  steps = power_of_two(-exponent(step))
+  return index + jnp.floor(moved * steps).astype(jnp.int32)
 
 
 def _nearest(t, step):
@@ -141,7 +143,13 @@ def _nearest(t, step):
   return (float_bits(t + shift) - float_bits(shift)).astype(jnp.int32)
 
 
-def encode(x, element: Element, random=None, sr_bits: int = 16):
+def encode(
+  x,
+  element: Element,
+  random=None,
+  sr_bits: int = 16,
+  limit: float | None = None,
+):
   """Codes of the grid values that ``x`` rounds to, saturating.
 
   Args:
@@ -151,6 +159,7 @@ def encode(x, element: Element, random=None, sr_bits: int = 16):
     random: None rounds to nearest even; uint32 bits of ``x``'s shape round
       stochastically.
     sr_bits: how many random bits an element has, 16 or 8.
+    limit: the magnitude at which codes saturate, ``element.max`` by default.
 
   Returns:
     uint8 codes of ``x``'s shape, unpacked: the sign bit above the index of
@@ -160,7 +169,7 @@ def encode(x, element: Element, random=None, sr_bits: int = 16):
   [0, 2, 14, 7]
   """
   x = jnp.asarray(x, jnp.float32)
-  magnitude = jnp.minimum(jnp.abs(x), element.max)
+  magnitude = jnp.minimum(jnp.abs(x), limit or element.max)
   index = round_to_grid(magnitude, element, random, sr_bits)
   sign = float_bits(x) >> 31 << element.sign_shift
   return (index.astype(jnp.uint32) | sign).astype(jnp.uint8)
@@ -173,7 +182,13 @@ def decode(codes, element: Element):
   [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
   """
   codes = codes.astype(jnp.uint32)
-  index = codes & ((1 << element.sign_shift) - 1)
+  value = grid_value(codes & ((1 << element.sign_shift) - 1), element)
+  sign = codes >> element.sign_shift << 31
+  return bits_float(float_bits(value) | sign)
+
+
+def grid_value(index, element: Element):
+  """float32 magnitudes of uint32 indices in the grid."""
   # The index, read as exponent and mantissa of a float32, is the value with
   # another bias; subnormals lose the implicit one that a float32 would add.
   pattern = index << (23 - element.mantissa_bits)
@@ -181,9 +196,7 @@ def decode(codes, element: Element):
   normal = bits_float(pattern + jnp.uint32(rebias << 23))
   tiny = 2.0 ** (element.min_exponent - element.mantissa_bits)
   subnormal = index.astype(jnp.int32).astype(jnp.float32) * tiny
-  value = jnp.where(index >> element.mantissa_bits == 0, subnormal, normal)
-  sign = codes >> element.sign_shift << 31
-  return bits_float(float_bits(value) | sign)
+  return jnp.where(index >> element.mantissa_bits == 0, subnormal, normal)
 
 
 def encode_e8m0(x, element_max: float):

@@ -15,6 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from fp4jax import _jax
 from fp4jax import dataflow
@@ -36,11 +37,9 @@ class Keys(NamedTuple):
   words: jax.Array
   loop: jax.Array
 
-  def stream(self, site: int):
-    """uint32[operands, 3]: the streams of one site's operands."""
-    words = self.words[site]
-    loop = jnp.broadcast_to(self.loop, (*words.shape[:-1], 1))
-    return jnp.concatenate([words, loop], -1)
+  def streams(self, site: int) -> rounding.Streams:
+    """The streams of one site's operands."""
+    return rounding.Streams(self.words, jnp.uint32(site), self.loop)
 
   def inside(self, length: int, index) -> "Keys":
     """The keys of one iteration of a loop of ``length`` iterations."""
@@ -51,11 +50,7 @@ class Keys(NamedTuple):
 
 def site_keys(key, count: int) -> Keys:
   """The keys of ``count`` sites under a user's key."""
-  sites, operands = jnp.meshgrid(
-    jnp.arange(count, dtype=jnp.uint32),
-    jnp.arange(OPERANDS, dtype=jnp.uint32),
-    indexing="ij",
-  )
+  sites, operands = np.indices((count, OPERANDS), np.uint32)
   return Keys(rounding.site_keys(key, sites, operands), jnp.uint32(0))
 
 
@@ -158,7 +153,7 @@ class _Interpreter:
       rhs,
       params["dimension_numbers"],
       recipe=recipe,
-      key=None if keys is None else keys.stream(self.numbers[id]),
+      key=None if keys is None else keys.streams(self.numbers[id]),
       weight=site.weight,
       precision=params["precision"],
       preferred_element_type=eqn.outvars[0].aval.dtype,
@@ -177,7 +172,7 @@ class _Interpreter:
       rhs,
       group_sizes,
       recipe=recipe,
-      key=None if keys is None else keys.stream(self.numbers[id]),
+      key=None if keys is None else keys.streams(self.numbers[id]),
       precision=eqn.params["precision"],
       preferred_element_type=eqn.outvars[0].aval.dtype,
       backend=self.plan.backend,

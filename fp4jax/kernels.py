@@ -44,21 +44,6 @@ class Request(NamedTuple):
   decoded: bool
 
 
-class Result(NamedTuple):
-  """What a request gives, None for what it did not ask for.
-
-  Attributes:
-    codes: a packed ``BlockScaled``, the contraction axis last.
-    decoded: BF16 codes times block scales in the operand's own layout; a
-      contraction axis that is rotated is padded to the rotation.
-    tensor_scale: float32 [*batch].
-  """
-
-  codes: block_scaled.BlockScaled | None
-  decoded: jax.Array | None
-  tensor_scale: jax.Array
-
-
 def serves(operand: recipes.Operand, transposed: bool) -> bool:
   """Whether a kernel quantises the operand, along columns if ``transposed``.
 
@@ -77,7 +62,7 @@ def quantize(
   streams=(None, None),
   *,
   interpret: bool = False,
-) -> tuple[Result | None, Result | None]:
+) -> tuple[block_scaled.Quantised | None, block_scaled.Quantised | None]:
   """Quantises an operand along its last axis, the one before, or both.
 
   Args:
@@ -90,7 +75,7 @@ def quantize(
     interpret: run the kernels on a CPU.
 
   Returns:
-    The results of both requests.
+    The results of both requests; decoded values in the operand's own layout.
   """
   arrays = _quantize_batch(
     x,
@@ -123,7 +108,7 @@ def quantize(
         dtype=x.dtype,
         packed=True,
       )
-    results.append(Result(codes, decoded, tensor_scale))
+    results.append(block_scaled.Quantised(codes, decoded, tensor_scale))
   return results[0], results[1]
 
 
@@ -166,14 +151,15 @@ def _quantize(x, batch, streams, rows, columns, interpret, native):
   square = rows is not None and rows.operand.block[0] == BLOCK
   block_amax = plain = rotated = None
   if square:
-    tops = block_scaled.block_amax(scaling.read(x), rows.operand.block)
+    magnitude = scaling.magnitude(scaling.read(x))
+    tops = block_scaled.block_amax(magnitude, rows.operand.block)
     block_amax = jnp.repeat(tops, BLOCK, axis=0)[: x.shape[0]]
-    plain = scaling.amax(tops)
+    plain = scaling.operand_amax(tops)
   if not square or columns is not None:
     plain, rotated = _amax(x, rotation, params)
   if rows is not None and rows.operand.rht:  # no recipe of ours does
     turned = hadamard.rht(scaling.read(x), rows.operand.rht)
-    along = scaling.amax(turned)
+    along = scaling.operand_amax(scaling.magnitude(turned))
   else:
     along = plain
   requests = rows, columns
@@ -246,7 +232,7 @@ def _amax(x, rotation, params):
   """Amax of an operand and of its rotation along columns."""
   m, k = x.shape
   if registers.columns(m, k, False) is None:  # and so no rotation
-    return scaling.amax(scaling.read(x)), None
+    return scaling.operand_amax(scaling.magnitude(scaling.read(x))), None
   return amax_kernel.amax(
     x, signs=rotation.signs if rotation else None, interpret=params
   )

@@ -32,6 +32,7 @@ from fp4jax.dot import X
 from fp4jax.dot import check_key
 from fp4jax.dot import gemm_operands
 from fp4jax.dot import named
+from fp4jax.dot import no_gradient
 from fp4jax.dot import once_differentiable
 from fp4jax.dot import operand_streams
 
@@ -114,10 +115,8 @@ def _ragged_fwd(x, w, sizes, streams, spec):
 
 
 def _ragged_bwd(spec, residuals, g):
-  zeros = jax.tree.map(
-    lambda x: np.zeros(x.shape, jax.dtypes.float0), residuals[2:]
-  )
-  return *_ragged_gradients(spec, residuals, g), *zeros
+  gradients = _ragged_gradients(spec, residuals, g)
+  return *gradients, *no_gradient(residuals[2:])
 
 
 @once_differentiable

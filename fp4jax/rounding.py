@@ -6,10 +6,14 @@ alone, stochastic rounding compares it with random bits that depend only on the
 key and on where the element sits in the operand, never on tiles or devices.
 """
 
+import math
+from typing import NamedTuple
+
 import jax
 from jax import lax
 import jax.numpy as jnp
 
+from fp4jax import _jax
 from fp4jax import errors
 
 _ROUNDS = 10
@@ -18,17 +22,17 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _SITE_TAG = 0x66703464  # "fp4d": keeps site keys apart from element bits
 
 
-def _multiply(word, multiplier: int):
+def _multiply(word, multiplier):
   """The high and low 32 bits of uint32 products, by halves of 16 bits.
 
   ``lax.mulhi`` does not pass through XLA's partitioner (JAX 0.11.2, 0.12.0.1).
   """
   low, high = word & 0xFFFF, word >> 16
-  m_low, m_high = jnp.uint32(multiplier & 0xFFFF), jnp.uint32(multiplier >> 16)
+  m_low, m_high = multiplier & 0xFFFF, multiplier >> 16
   middle = high * m_low + (low * m_low >> 16)
   cross = low * m_high + (middle & 0xFFFF)
   top = high * m_high + (middle >> 16) + (cross >> 16)
-  return top, word * jnp.uint32(multiplier)
+  return top, word * multiplier
 
 
 def philox4x32(counter, key):
@@ -36,7 +40,7 @@ def philox4x32(counter, key):
 
   Args:
     counter: four uint32 arrays that broadcast against each other.
-    key: two uint32 scalars.
+    key: uint32[2], or its two words.
 
   Returns:
     Four uint32 arrays of the broadcast shape.
@@ -48,20 +52,37 @@ def philox4x32(counter, key):
     Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
   """
   counter = jnp.broadcast_arrays(*(jnp.asarray(w, jnp.uint32) for w in counter))
-  key = tuple(jnp.asarray(w, jnp.uint32) for w in key)
+  if isinstance(key, tuple):
+    key = jnp.stack([jnp.asarray(w, jnp.uint32) for w in key])
+  shape = (2, *counter[0].shape)
 
-  def one_round(_, state):
-    (c0, c1, c2, c3), (k0, k1) = state
-    high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-    high1, low1 = _multiply(c2, _MULTIPLIERS[1])
-    counter = (high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0)
-    return counter, (k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1]))
+  def pair(first, second):
+    place = lax.broadcasted_iota(jnp.uint32, shape, 0)
+    return jnp.where(place == 0, first, second)
 
-  return lax.fori_loop(0, _ROUNDS, one_round, (tuple(counter), key))[0]
+  def one_round(i, state):
+    return _round(*state, key, i)
+
+  even, odd = pair(counter[0], counter[2]), pair(counter[1], counter[3])
+  start, stop = jnp.uint32(0), jnp.uint32(_ROUNDS)
+  even, odd = lax.fori_loop(start, stop, one_round, (even, odd))
+  return even[0], odd[0], even[1], odd[1]
 
 
-def key_words(key) -> tuple[jax.Array, jax.Array]:
-  """The two words that a typed or raw PRNG key of any generator stands for."""
+@_jax.compiled_once
+def _round(even, odd, key, i):
+  """One round of words 0 and 2, and of words 1 and 3, each [2, ...]."""
+
+  def pair(words):
+    words = jnp.asarray(words, jnp.uint32)
+    return words.reshape(2, *(1,) * (even.ndim - 1))
+
+  high, low = _multiply(even, pair(_MULTIPLIERS))
+  return high[::-1] ^ odd ^ (pair(key) + pair(_WEYL) * i), low[::-1]
+
+
+def key_words(key) -> jax.Array:
+  """The uint32[2] that a typed or raw PRNG key of any generator stands for."""
   if callable(key):
     raise ValueError(
       f"fp4_key is a {type(key).__name__}, needed a PRNG key; call it, as in"
@@ -79,8 +100,8 @@ def key_words(key) -> tuple[jax.Array, jax.Array]:
       " jax.random.key(step)."
     )
   if key.shape == (2,):
-    return key[0], key[1]
-  return philox4x32(tuple(key), (0, 0))[:2]
+    return key
+  return jnp.stack(philox4x32(tuple(key), (0, 0))[:2])
 
 
 def site_keys(key, sites, operands) -> jax.Array:
@@ -89,10 +110,35 @@ def site_keys(key, sites, operands) -> jax.Array:
   return jnp.stack(words[:2], -1)
 
 
+class Streams(NamedTuple):
+  """The random streams of the operands of one site.
+
+  Attributes:
+    words: uint32[sites, operands, 2] key words.
+    site: uint32[], which one.
+    loop: uint32[], the iterations of the loops around, counted as one number.
+  """
+
+  words: jax.Array
+  site: jax.Array
+  loop: jax.Array
+
+  def of(self, operand: int) -> jax.Array:
+    """The uint32[3] stream (two key words, loop counter) of one operand."""
+    return _stream(*self, jnp.uint32(operand))
+
+
+@_jax.compiled_once
+def _stream(words, site, loop, operand):
+  """``Streams.of``, one compilation for all sites."""
+  start = (site, operand, jnp.uint32(0))
+  return jnp.append(lax.dynamic_slice(words, start, (1, 1, 2)), loop)
+
+
 def site_stream(key, site: int = 0, operand: int = 0, loop=0) -> jax.Array:
   """The uint32[3] stream (two key words, loop counter) of one operand."""
   words = site_keys(key, jnp.uint32(site), jnp.uint32(operand))
-  return jnp.concatenate([words, jnp.asarray(loop, jnp.uint32)[None]])
+  return jnp.append(words, jnp.asarray(loop, jnp.uint32))
 
 
 def random_bits(stream, shape, bits: int = 16) -> jax.Array:
@@ -109,23 +155,35 @@ def random_bits(stream, shape, bits: int = 16) -> jax.Array:
   *batch, rows, k = shape
   lanes = 128 // bits
   groups = -(-k // lanes)
-  dims = (*batch, rows, groups)
-
-  def iota(axes):
-    index = jnp.zeros(dims, jnp.uint32)
-    for axis in axes:
-      index = index * jnp.uint32(dims[axis]) + lax.broadcasted_iota(
-        jnp.uint32, dims, axis
-      )
-    return index
-
-  n = len(dims)
-  counter = (iota([n - 1]), iota([n - 2]), iota(range(n - 2)), stream[2])
-  words = jnp.stack(philox4x32(counter, (stream[0], stream[1])), -1)
-  halves = lax.bitcast_convert_type(
-    words, jnp.uint16 if bits == 16 else jnp.uint8
+  random = _random_groups(
+    stream,
+    jnp.uint32(rows),
+    jnp.uint32(groups),
+    count=math.prod((*batch, rows, groups)),
+    batched=bool(batch),
+    bits=bits,
   )
-  return halves.reshape(*dims[:-1], groups * lanes)[..., :k].astype(jnp.uint32)
+  random = random.reshape(*batch, rows, groups * lanes)
+  return random[..., :k].astype(jnp.uint32)
+
+
+@_jax.compiled_once
+def _random_groups(stream, rows, groups, *, count, batched, bits):
+  """[count, 128 / bits] random bits: a Philox counter for each group.
+
+  Groups are numbered through, so that operands of as many are one compilation.
+  """
+  index = lax.iota(jnp.uint32, count)
+  row = index // groups
+  group = index - row * groups
+  element = jnp.uint32(0)
+  if batched:
+    element = row // rows
+    row = row - element * rows
+  counter = group, row, element, stream[2]
+  words = jnp.stack(philox4x32(counter, stream[:2]), -1)
+  halves = jnp.uint16 if bits == 16 else jnp.uint8
+  return lax.bitcast_convert_type(words, halves).reshape(count, 128 // bits)
 
 
 def offset(random, bits: int):

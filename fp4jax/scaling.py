@@ -30,14 +30,23 @@ def read(x):
 def divide(a, b):
   """The float32 quotient a / b, rounded to nearest, ties to even.
 
-  XLA's GPU compiler divides to within two units in the last place. The quotient
-  is corrected by its remainder, which is exact in wrapping integers.
+  XLA's CPU compiler divides exactly, its GPU compiler to within two units in
+  the last place.
 
   Args:
     a: positive normal float32.
     b: positive normal float32, with a normal quotient.
   """
   a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+  exact = lambda a, b: a / b
+  return lax.platform_dependent(a, b, cpu=exact, default=corrected_quotient)
+
+
+def corrected_quotient(a, b):
+  """``divide`` where the device's quotient is up to two units off.
+
+  It is corrected by its remainder, which is exact in wrapping integers.
+  """
   q = formats.float_bits(a / b)
   for _ in range(2):  # one unit in the last place each
     q = q + _correction(a, b, formats.bits_float(q)).astype(jnp.uint32)
@@ -62,26 +71,26 @@ def _exponent_and_mantissa(x):
   return formats.exponent(x), mantissa
 
 
-def amax(x, axis=None):
-  """Largest magnitude, 0 for an empty array; NaN and Inf propagate.
+def magnitude(x):
+  """float32 |x|, Inf for NaN, which XLA drops from maxima."""
+  return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
 
-  The maximum is taken over the integer patterns of the magnitudes, which order
-  like the magnitudes with NaN above all: XLA drops NaN from maxima of floats.
+
+def largest(magnitudes, axes):
+  """The maxima of magnitudes over some axes, 0 for an empty array."""
+  axes = tuple(axis % magnitudes.ndim for axis in axes)
+  return lax.reduce(magnitudes, np.float32(0), lax.max, axes)
+
+
+def operand_amax(magnitudes):
+  """float32 [*batch] amax of an operand over all its shards, Inf for NaN.
+
+  Args:
+    magnitudes: [*batch, m, k], of its elements or its blocks.
   """
-  patterns = formats.float_bits(x) & jnp.uint32(0x7FFFFFFF)
-  return formats.bits_float(jnp.max(patterns, axis=axis, initial=0))
-
-
-def operand_amax(x):
-  """float32 [*batch] amax of a [*batch, m, k] operand over all its shards.
-
-  ``x`` may be the operand itself or the amax of its blocks.
-  """
-  local = amax(x, axis=(-2, -1))
+  local = largest(magnitudes, (-2, -1))
   varying = _jax.varying_axes(local)
-  if not varying:
-    return local
-  return formats.bits_float(lax.pmax(formats.float_bits(local), varying))
+  return lax.pmax(local, varying) if varying else local
 
 
 def encode_scale(amax, top: float):
@@ -98,12 +107,12 @@ def encode_block_scale(v, scale: str, rounding: str):
     rounding: rounding of the operand: "sr" rounds restricted scales up, so
       that no element saturates.
   """
+  index = formats.round_to_grid(v, formats.E4M3)
   if scale == "e4m3":
-    return formats.encode(v, formats.E4M3)
+    return index.astype(jnp.uint8)
   # On the E4M3 grid of 8 steps a binade, the restricted grid is the steps 0, 2
   # and 4 (0, 2, 4, 6 among subnormals); the midpoints are grid points too.
-  index = formats.round_to_grid(v, formats.E4M3)
-  value = formats.decode(index, formats.E4M3)
+  value = decode_block_scale(index, "e4m3")
   above, below = index + (value < v), index - (value > v)
   index = above if rounding == "sr" else below
   step = index & 7
@@ -120,4 +129,4 @@ def decode_block_scale(codes, scale: str):
   """float32 block scales of uint8 codes."""
   if scale == "e8m0":
     return formats.decode_e8m0(codes)
-  return formats.decode(codes, formats.E4M3)
+  return formats.grid_value(codes.astype(jnp.uint32), formats.E4M3)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import fp4jax
+from fp4jax import _jax
 from tests import oracle
 
 STREAM = np.array([0x243F6A88, 0x85A308D3, 7], np.uint32)
@@ -244,6 +245,43 @@ def narrowing_casts(jaxpr):
       if hasattr(inner, "eqns"):
         found += narrowing_casts(inner)
   return found
+
+
+@pytest.mark.parametrize("options", OPERANDS, ids=name)
+def test_compiled_apart_or_inlined(options, monkeypatch):
+  """The same bits where XLA compiles the quantiser apart, as on one CPU, and
+  where it does not, as on GPUs and meshes."""
+  x = np.random.default_rng(5).standard_t(5, (2, 40, 70))
+  x = jnp.asarray(x, jnp.bfloat16)
+
+  def run(x):
+    q = quantize(x, options)
+    return q, q.decode()
+
+  apart = jax.jit(run)
+  assert "compilation_unit" in apart.lower(x).as_text()
+  expected = apart(x)
+  monkeypatch.setattr(_jax, "compiles_units", lambda: False)
+  jax.clear_caches()
+  inlined = jax.jit(run)
+  assert "compilation_unit" not in inlined.lower(x).as_text()
+  for got, want in zip(
+    jax.tree.leaves(inlined(x)), jax.tree.leaves(expected), strict=True
+  ):
+    oracle.same_bits(got.astype(jnp.float32), want.astype(jnp.float32))
+  jax.clear_caches()
+
+
+def test_equal_operands_are_compiled_once():
+  """Operands of equal shapes are calls of one compilation unit; under a mesh,
+  whose partitioner does not see into units, they are inlined."""
+  x = jnp.ones((3, 32, 64))
+  run = lambda x: [quantize(x[i], {}).codes for i in range(3)]
+  text = jax.jit(run).lower(x).as_text()
+  assert text.count("compilation_unit") == 1
+  assert text.count("call @_quantize") == 3
+  with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+    assert "compilation_unit" not in jax.jit(run).lower(x).as_text()
 
 
 @pytest.mark.parametrize("options", OPERANDS, ids=name)

@@ -562,11 +562,9 @@ def test_same_key_same_bits_other_key_site_or_loop_other_bits():
   run = lambda key: jitted(x, w, g, recipe=stochastic(), key=key)
 
   def streams(key=KEY, site=0, loop=0):
-    return jnp.stack(
-      [
-        rounding.site_stream(key, site, operand, jnp.uint32(loop))
-        for operand in range(6)
-      ]
+    words = [rounding.site_stream(key, site, i)[:2] for i in range(6)]
+    return rounding.Streams(
+      jnp.stack(words)[None], jnp.uint32(0), jnp.uint32(loop)
     )
 
   first = run(streams())

@@ -64,8 +64,9 @@ def by_hand(x, w, recipe=RNE, **kwargs):
 
 def streams(key, site, loop=0):
   """The streams of a site's six operands in one iteration of its loops."""
-  return jnp.stack(
-    [rounding.site_stream(key, site, i, jnp.uint32(loop)) for i in range(6)]
+  words = [rounding.site_stream(key, site, i)[:2] for i in range(6)]
+  return rounding.Streams(
+    jnp.stack(words)[None], jnp.uint32(0), jnp.uint32(loop)
   )
 
 
