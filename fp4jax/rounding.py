@@ -51,34 +51,40 @@ def philox4x32(counter, key):
   References:
     Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
   """
-  counter = jnp.broadcast_arrays(*(jnp.asarray(w, jnp.uint32) for w in counter))
+  words = _philox4x32(counter, key)
+  return words[0, 0], words[1, 0], words[0, 1], words[1, 1]
+
+
+def _philox4x32(counter, key):
+  """Words [2, 2, ...]: 0 and 2, then 1 and 3."""
+  counter = (jnp.asarray(word, jnp.uint32) for word in counter)
+  c0, c1, c2, c3 = jnp.broadcast_arrays(*counter)
   if isinstance(key, tuple):
-    key = jnp.stack([jnp.asarray(w, jnp.uint32) for w in key])
-  shape = (2, *counter[0].shape)
+    key = jnp.stack([jnp.asarray(word, jnp.uint32) for word in key])
+  place = lax.broadcasted_iota(jnp.uint32, (4, *c0.shape), 0)
+  odd = jnp.where(place == 2, c1, c3)
+  words = jnp.where(place == 0, c0, jnp.where(place == 1, c2, odd))
 
-  def pair(first, second):
-    place = lax.broadcasted_iota(jnp.uint32, shape, 0)
-    return jnp.where(place == 0, first, second)
+  def one_round(i, words):
+    return _round(words, key, i)
 
-  def one_round(i, state):
-    return _round(*state, key, i)
-
-  even, odd = pair(counter[0], counter[2]), pair(counter[1], counter[3])
   start, stop = jnp.uint32(0), jnp.uint32(_ROUNDS)
-  even, odd = lax.fori_loop(start, stop, one_round, (even, odd))
-  return even[0], odd[0], even[1], odd[1]
+  words = lax.fori_loop(start, stop, one_round, words)
+  return words.reshape(2, 2, *c0.shape)
 
 
 @_jax.compiled_once
-def _round(even, odd, key, i):
-  """One round of words 0 and 2, and of words 1 and 3, each [2, ...]."""
+def _round(words, key, i):
+  """One round of the words 0, 2, 1 and 3, [4, ...]."""
 
   def pair(words):
     words = jnp.asarray(words, jnp.uint32)
-    return words.reshape(2, *(1,) * (even.ndim - 1))
+    return words.reshape(2, *(1,) * (rest.ndim - 1))
 
+  even, rest = words[:2], words[2:]
   high, low = _multiply(even, pair(_MULTIPLIERS))
-  return high[::-1] ^ odd ^ (pair(key) + pair(_WEYL) * i), low[::-1]
+  mixed = high[::-1] ^ rest ^ (pair(key) + pair(_WEYL) * i)
+  return jnp.concatenate([mixed, low[::-1]])
 
 
 def key_words(key) -> jax.Array:
@@ -181,7 +187,7 @@ def _random_groups(stream, rows, groups, *, count, batched, bits):
     element = row // rows
     row = row - element * rows
   counter = group, row, element, stream[2]
-  words = jnp.stack(philox4x32(counter, stream[:2]), -1)
+  words = jnp.moveaxis(_philox4x32(counter, stream[:2]), (1, 0), (-2, -1))
   halves = jnp.uint16 if bits == 16 else jnp.uint8
   return lax.bitcast_convert_type(words, halves).reshape(count, 128 // bits)
 
