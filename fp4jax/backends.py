@@ -40,7 +40,7 @@ def check(
 
   Raises:
     UnsupportedError: the backend is not there or cannot serve the recipe.
-    ValueError: no backend has that name.
+    ValueError: no backend has that name, or ``recipe`` is no ``Recipe``.
 
   >>> check(recipes.nvfp4(), "reference").name
   'reference'
@@ -49,6 +49,11 @@ def check(
     raise ValueError(
       f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)},"
       " or None to choose by device."
+    )
+  if not isinstance(recipe, recipes.Recipe):
+    raise ValueError(
+      f"recipe={errors.shown(recipe)} is no Recipe; call one of fp4jax.recipes,"
+      " as in fp4jax.recipes.nvfp4()."
     )
   if backend == "reference":
     return Choice("reference", "it was asked for")

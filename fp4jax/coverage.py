@@ -1,5 +1,6 @@
 """Coverage: every contraction of a model, and what becomes of it."""
 
+import collections
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -104,33 +105,35 @@ _NUMBER = re.compile(r"\d+")
 
 
 def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-  """Rows alike but for one number of the site's name, as one row."""
-  groups: dict[tuple, list[list[int]]] = {}
+  """Rows alike, or but for one number of the site's name, as one row."""
+  groups: dict[tuple, list[tuple[int, ...]]] = {}
   for site, *rest in rows:
-    numbers = [int(n) for n in _NUMBER.findall(site)]
+    numbers = tuple(int(n) for n in _NUMBER.findall(site))
     groups.setdefault((_NUMBER.sub("#", site), *rest), []).append(numbers)
   merged = []
   for (site, *rest), members in groups.items():
-    columns = list(zip(*members, strict=True))
-    varying = [i for i, c in enumerate(columns) if len(set(c)) > 1]
-    if len(varying) > 1 or len({tuple(m) for m in members}) < len(members):
-      parts = [tuple(map(str, numbers)) for numbers in members]
+    times = collections.Counter(members)
+    columns = [set(column) for column in zip(*times, strict=True)]
+    varying = sum(len(numbers) > 1 for numbers in columns)
+    if varying > 1 or len(set(times.values())) > 1:
+      parts = [(tuple(map(str, m)), count) for m, count in times.items()]
     else:
-      parts = [tuple(_ranges(sorted(set(c))) for c in columns)]
+      parts = [(tuple(map(_ranges, columns)), times[members[0]])]
     pieces = site.split("#")
-    for part in parts:
+    for part, count in parts:
       name = "".join(map("".join, zip(pieces, (*part, ""), strict=True)))
-      merged.append((name, *rest))
+      merged.append((name + f" ({count} times)" * (count > 1), *rest))
   return merged
 
 
-def _ranges(numbers: list[int]) -> str:
-  """Sorted integers in short: ``5``, ``[1-3,7]``."""
-  if len(numbers) == 1:
-    return str(numbers[0])
-  runs: list[list[int]] = []
-  for n in numbers:
-    if runs and n == runs[-1][1] + 1:
+def _ranges(numbers: Iterable[int]) -> str:
+  """Integers in short: ``5``, ``[1-3,7]``."""
+  first, *others = sorted(numbers)
+  if not others:
+    return str(first)
+  runs: list[list[int]] = [[first, first]]
+  for n in others:
+    if n == runs[-1][1] + 1:
       runs[-1][1] = n
     else:
       runs.append([n, n])

@@ -29,6 +29,7 @@ from fp4jax import errors
 from fp4jax import kernels
 from fp4jax import recipes
 from fp4jax import rounding
+from fp4jax import scaling
 
 RESIDUAL = "fp4jax_residual"
 """The ``checkpoint_name`` of everything that a quantised dot keeps."""
@@ -376,7 +377,8 @@ def _gemm(lhs: GemmOperand, rhs: GemmOperand, dtype, spec):
     preferred_element_type=jnp.float32 if quantised else dtype,
   )
   if quantised:
-    y = y * (lhs.scale * rhs.scale)[..., None, None]
+    for factor in scaling.product_factors(lhs.scale, rhs.scale):
+      y = y * factor[..., None, None]
   return y.astype(dtype)
 
 

@@ -211,7 +211,7 @@ def encode_e8m0(x, element_max: float):
     mantissa, top = mantissa / 2, top + 1
   # x = m * 2**e, m in [1, 2), is at most max * 2**(e - top) if m <= mantissa.
   m = bits_float((float_bits(x) & 0x7FFFFF) | jnp.uint32(127 << 23))
-  e = exponent(x) - top + (m > mantissa)
+  e = exponent(x) - top + (m > mantissa).astype(jnp.int32)
   return jnp.where(x == 0, 0, jnp.maximum(e, -126) + 127).astype(jnp.uint8)
 
 

@@ -48,15 +48,22 @@ def rht(x, rht: "recipes.Rht"):
   """
   x = pad_last(x.astype(jnp.float32), rht.size)
   *lead, k = x.shape
-  y = x.reshape(*lead, k // rht.size, rht.size) * signs(rht)
+  y = _times(x.reshape(*lead, k // rht.size, rht.size), signs(rht))
   plus_minus = np.array([[1], [-1]], np.float32)
   stride = 1
   while stride < rht.size:
     y = y.reshape(*lead, k // (2 * stride), 2, stride)
-    y = y[..., :1, :] + y[..., 1:, :] * plus_minus
+    y = y[..., :1, :] + _times(y[..., 1:, :], plus_minus)
     if stride in (2, 32):  # four terms a pass, not all of them
       y = lax.optimization_barrier(y)
     stride *= 2
   scale = np.float32(rht.size**-0.5)
   y = round_to_bf16(y.reshape(*lead, k) * scale)
   return lax.optimization_barrier(y)  # once, not for each of its readers
+
+
+def _times(x, constants):
+  """Multiplies by constants along the last axes of ``x``."""
+  return x * constants.reshape(
+    (1,) * (x.ndim - constants.ndim) + constants.shape
+  )

@@ -30,8 +30,16 @@ HEADS = (
 """Usual names of embeddings and output heads."""
 
 
-def _left_alone(path, name: str, **fields) -> Rule:
-  return Rule(path=path, recipe=None, name=name, **fields)
+def _kept(heads, blocks, layers: dict[str, slice]) -> tuple[Rule, ...]:
+  """Rules that leave heads and some layers of the blocks as written."""
+  rules = [
+    Rule(path=blocks, recipe=None, layers=part, name=name, argument="blocks")
+    for name, part in layers.items()
+  ]
+  if isinstance(heads, tuple) and not heads:
+    return tuple(rules)
+  name = "embeddings and heads"
+  return (Rule(path=heads, recipe=None, name=name, argument="heads"), *rules)
 
 
 def _blocks(which: str, count: int) -> str:
@@ -62,8 +70,10 @@ def nemotron(
     first: blocks at the beginning that are left alone.
     last: blocks at the end that are left alone.
     recipe: the recipe of everything else, default ``nvfp4``.
-    blocks: globs that name the blocks, see ``Rule.path``.
-    heads: globs that name embeddings and output heads; may match nothing.
+    blocks: globs that name the blocks, see ``Rule.path``, as in
+      ``"**/stage_{layer}/**"``. Each stack of blocks has its first and last.
+    heads: globs that name embeddings and output heads, as in ``"**/out/**"``;
+      ``()`` where there are none. A head that no glob matches raises.
 
   Returns:
     A policy.
@@ -77,14 +87,13 @@ def nemotron(
         f"nemotron: {name}={errors.shown(count)}; needed a number of blocks, an"
         " int of 0 or more."
       )
-  rules = [_left_alone(heads, "embeddings and heads", optional=True)]
+  layers = {}
   if first:
-    layers = slice(0, first)
-    rules.append(_left_alone(blocks, _blocks("first", first), layers=layers))
+    layers[_blocks("first", first)] = slice(0, first)
   if last:
-    layers = slice(-last, None)
-    rules.append(_left_alone(blocks, _blocks("last", last), layers=layers))
-  return Policy(rules=tuple(rules), default=recipe or recipes.nvfp4())
+    layers[_blocks("last", last)] = slice(-last, None)
+  rules = _kept(heads, blocks, layers)
+  return Policy(rules=rules, default=recipe or recipes.nvfp4())
 
 
 def last_fraction(
@@ -94,15 +103,22 @@ def last_fraction(
   blocks: str | tuple[str, ...] = BLOCKS,
   heads: str | tuple[str, ...] = HEADS,
 ) -> Policy:
-  """The last fraction of the blocks, rounded up, and the head in BF16."""
+  """The last fraction of the blocks, rounded up, and the head in BF16.
+
+  Args:
+    fraction: of each stack of blocks.
+    recipe: as of ``nemotron``.
+    blocks: as of ``nemotron``.
+    heads: as of ``nemotron``.
+  """
   if not isinstance(fraction, numbers.Real) or not 0 <= fraction < 1:
     raise ValueError(
       f"last_fraction: fraction={errors.shown(fraction)}; needed a number of at"
       " least 0, below 1."
     )
-  rules = [_left_alone(heads, "embeddings and heads", optional=True)]
+  layers = {}
   if fraction:
     tail = slice(-float(fraction), None)
-    name = f"last {fraction:.0%} of the blocks"
-    rules.append(_left_alone(blocks, name, layers=tail))
-  return Policy(rules=tuple(rules), default=recipe or recipes.nvfp4())
+    layers[f"last {fraction:.0%} of the blocks"] = tail
+  rules = _kept(heads, blocks, layers)
+  return Policy(rules=rules, default=recipe or recipes.nvfp4())

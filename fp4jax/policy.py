@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import dataclasses
 import difflib
 import functools
+import itertools
 import math
 import numbers
 import re
@@ -54,13 +55,17 @@ class Rule:
     layers: restricts the rule to layer indices: an int, a slice, or a set of
       ints. Indices are what ``{layer}`` captured or, without ``{layer}``, the
       position in the scan that consumes the weight (nested scans count in
-      execution order). Negative indices count from the largest index among the
-      sites that the path matches; a slice's float bounds are fractions of the
-      number of layers, rounded away from zero.
+      execution order). Every stack counts by itself: a scan, or the sites that
+      the path matches under one parent ("encoder" of "encoder/layers_3/up",
+      "encoder/layers" of "encoder/layers/3/up"). Negative indices count from
+      its largest index; a slice's float bounds are fractions of its number of
+      layers, rounded away from zero.
     gemms: restricts the rule to some of "fprop", "dgrad", "wgrad"; the others
       are decided by the rules after it.
     optional: whether the rule may match nothing.
     name: what tables and errors call the rule, instead of its path.
+    argument: which argument of a preset gave the path, for errors. Such a rule
+      has to match a linear layer.
   """
 
   path: str | tuple[str, ...]
@@ -69,6 +74,7 @@ class Rule:
   gemms: tuple[str, ...] | None = None
   optional: bool = False
   name: str = ""
+  argument: str = ""
 
   def __post_init__(self):
     several = isinstance(self.path, Iterable) and not isinstance(self.path, str)
@@ -160,6 +166,12 @@ class Policy:
       raise ValueError(
         f"Policy: default={errors.shown(self.default)} is no Recipe; call one"
         " of fp4jax.recipes, as in default=fp4jax.recipes.nvfp4(), or None."
+      )
+    asked = {rule.recipe for rule in self.rules} | {self.default}
+    if self.rules and asked == {None}:
+      raise ValueError(
+        "Policy: every rule leaves its sites as written and so does default;"
+        " give default=, as in default=fp4jax.recipes.nvfp4(), or no rules."
       )
 
   @property
@@ -258,20 +270,33 @@ def _selected(layers: Layers, count: int) -> frozenset[int]:
   return frozenset(i % count for i in wanted if -count <= i < count)
 
 
-def _layer_indices(rule: Rule, site) -> Sequence[int | None] | None:
-  """The layer index of each of a site's positions; None without a match."""
+def _layer_indices(rule: Rule, site) -> list[tuple] | None:
+  """The stack and layer of each of a site's positions; None without a match."""
   for glob in rule.paths:
     for path in site.paths:
       match = matches(glob, path)
       if match is None:
         continue
       if match.groupdict().get("layer") is not None:
-        return [int(match["layer"])] * site.positions
+        parent = path[: match.start("layer")].rpartition("/")[0]
+        return [(parent, int(match["layer"]))] * site.positions
       if site.scanned:
-        return range(site.positions)
+        return [(site.positions, i) for i in range(site.positions)]
       if rule.layers is None:
-        return [None] * site.positions
+        return [_NO_LAYER] * site.positions
   return None
+
+
+_NO_LAYER = (None, None)
+
+
+def _stacks(indices) -> dict:
+  """The number of layers of each stack."""
+  counts: dict = {}
+  for stack, index in itertools.chain.from_iterable(filter(None, indices)):
+    if index is not None:
+      counts[stack] = max(counts.get(stack, 0), index + 1)
+  return counts
 
 
 def resolve(
@@ -301,20 +326,23 @@ def resolve(
   layers = 0
   for rule in policy.rules:
     indices = [_layer_indices(rule, site) for site in sites]
-    known = [i for per in indices if per for i in per if i is not None]
-    selected = _selected(rule.layers, 1 + max(known, default=-1))
+    stacks = _stacks(indices)
     if rule.layers is not None:
-      layers = max(layers, 1 + max(known, default=-1))
-    used = False
+      layers = max([layers, *stacks.values()])
+    selected = {k: _selected(rule.layers, n) for k, n in stacks.items()}
+    used, overruled = False, set()
     for site, per in zip(chosen, indices, strict=True):
-      for gemms, index in zip(site, per or (), strict=per is not None):
-        if rule.layers is not None and index not in selected:
+      for gemms, (stack, index) in zip(site, per or (), strict=per is not None):
+        if rule.layers is not None and index not in selected.get(stack, ()):
           continue
-        used = True
         for gemm in rule.gemms or recipes.GEMMS:
-          gemms.setdefault(gemm, (rule.recipe, str(rule)))
+          first = gemms.setdefault(gemm, rule)
+          used |= first.recipe == rule.recipe
+          overruled.add(first)
     if not used and not rule.optional:
-      _check_harmless(rule, sites, parameters, known)
+      if overruled:
+        raise errors.PolicyError(_never_first(rule, overruled))
+      _check_harmless(rule, sites, parameters, max(stacks.values(), default=0))
   decisions = [[_decide(policy, gemms) for gemms in site] for site in chosen]
   quantised = any(d.recipe.quantises for site in decisions for d in site)
   if policy.quantises and not quantised:
@@ -325,9 +353,10 @@ def resolve(
 
 
 def _decide(policy: Policy, gemms: dict) -> Decision:
-  asked = {g: gemms.get(g, (policy.default, "default")) for g in recipes.GEMMS}
-  used = [recipe or _LEFT for recipe, _ in asked.values()]
-  reasons = tuple(reason for _, reason in asked.values())
+  rules = [gemms.get(gemm) for gemm in recipes.GEMMS]
+  used = [(r.recipe if r else policy.default) or _LEFT for r in rules]
+  fprop, dgrad, wgrad = (str(r) if r else "default" for r in rules)
+  reasons = fprop, dgrad, wgrad
   if used[0] == used[1] == used[2]:
     return Decision(used[0], reasons)
   names = collections.Counter(recipe.name for recipe in used)
@@ -335,15 +364,26 @@ def _decide(policy: Policy, gemms: dict) -> Decision:
   return Decision(recipes.Recipe(name="+".join(names), **parts), reasons)
 
 
-def _check_harmless(rule, sites, parameters, known):
+def _never_first(rule: Rule, overruled) -> str:
+  """Why a rule that matches decides nothing."""
+  earlier = "; ".join(sorted(map(str, overruled)))
+  return (
+    f"rule {rule} decides nothing: rules before it ({earlier}) match all that"
+    " it does, and the first that matches decides; move it before them, or"
+    " remove it."
+  )
+
+
+def _check_harmless(rule, sites, parameters, layers):
   """Raises unless an unused rule leaves alone what no GEMM reads anyway."""
   named = [p for s in sites for p in s.paths]
   unread = [p for p in parameters if p not in named]
   hit = any(matches(glob, path) for glob in rule.paths for path in unread)
-  if hit and rule.recipe is None and rule.layers is None:
+  leaves = rule.recipe is None and rule.layers is None
+  if hit and leaves and not rule.argument:
     return
   matched = [p for p in named if any(matches(g, p) for g in rule.paths)]
-  if matched and not known:
+  if matched and not layers:
     raise errors.PolicyError(
       f"rule {rule} matches {matched[0]}, which has no layer index; capture"
       " one with {layer} in the path, or scan over the stacked weights (a"
@@ -351,17 +391,36 @@ def _check_harmless(rule, sites, parameters, known):
     )
   if matched:
     raise errors.PolicyError(
-      f"rule {rule} names none of the layers 0 to {max(known)} of"
+      f"rule {rule} names none of the layers 0 to {layers - 1} of"
       f" {matched[0]}; correct layers=, or set optional=True."
     )
-  fix = "or set optional=True"
-  if rule.name:  # most likely a preset's, which has no such argument
-    fix = "which is blocks= of a preset"
+  fix = "correct its path, or set optional=True"
+  if rule.argument:
+    fix = f"name them with {rule.argument}= of the preset"
+  if rule.argument == "heads":
+    fix += ", or pass heads=() where there are none"
+  globs = ", ".join(map(repr, rule.paths)) if _few(rule.paths) else ""
+  shown = f" ({globs})" if globs and globs not in str(rule) else ""
+  count = sum(site.positions for site in sites)
   raise errors.PolicyError(
-    f"rule {rule} matches none of the model's {len(named)} linear layers;"
-    f" did you mean {_nearest(rule.paths[0], named)}? Correct its path,"
-    f" {fix}."
+    f"rule {rule}{shown} matches none of the model's {count} linear layers;"
+    f" {_better(rule.paths, named)}; {fix}."
   )
+
+
+def _few(globs: Sequence[str]) -> bool:
+  """Whether globs are somebody's own, not a preset's long list."""
+  return len(globs) < 4
+
+
+def _better(globs: Sequence[str], paths: Sequence[str]) -> str:
+  """A glob that matches, or the paths most like one that does not."""
+  nearest = f"the nearest are {_nearest(globs[0], paths)}"
+  for core in (glob.strip("*/") for glob in globs if _few(globs)):
+    for glob in (f"**/{core}/**", f"**/*{core}*/**"):
+      if core and any(matches(glob, path) for path in paths):
+        return f'did you mean "{glob}"? {nearest[0].upper()}{nearest[1:]}'
+  return nearest
 
 
 def _no_site(others: Sequence) -> str:
@@ -396,7 +455,7 @@ def _nothing_quantised(policy: Policy, sites, layers: int) -> str:
   left = "; ".join(str(r) for r in policy.rules if r.recipe is None)
   text = (
     f"the policy quantises nothing: {wanted} would, but earlier rules ({left})"
-    f" leave all {len(named)} linear layers alone"
+    f" leave all {sum(s.positions for s in sites)} linear layers alone"
   )
   if layers:
     return (

@@ -21,6 +21,7 @@ from fp4jax import _jax
 from fp4jax import backends
 from fp4jax import formats
 from fp4jax import recipes
+from fp4jax import scaling
 from fp4jax.dot import GT
 from fp4jax.dot import WT
 from fp4jax.dot import XT
@@ -177,9 +178,10 @@ def _grouped(lhs, rhs, sizes, dtype, spec):
     )
   y = lax.ragged_dot(left, right, sizes, preferred_element_type=jnp.float32)
   m = left.shape[0]
-  row_scale = jnp.repeat(lhs.scale * rhs.scale, sizes, total_repeat_length=m)
+  for factor in scaling.product_factors(lhs.scale, rhs.scale):
+    y = y * jnp.repeat(factor, sizes, total_repeat_length=m)[:, None]
   valid = jnp.arange(m) < jnp.sum(sizes)
-  return jnp.where(valid[:, None], y * row_scale[:, None], 0.0).astype(dtype)
+  return jnp.where(valid[:, None], y, 0.0).astype(dtype)
 
 
 def _contract_tokens(gt, xt, sizes, gemm, dtype, spec):
@@ -201,4 +203,7 @@ def _contract_tokens(gt, xt, sizes, gemm, dtype, spec):
     precision=None if quantised else spec.precision,
     preferred_element_type=jnp.float32 if quantised else dtype,
   )
-  return (y * (gt.scale * xt.scale) if quantised else y).astype(dtype)
+  if quantised:
+    for factor in scaling.product_factors(gt.scale, xt.scale):
+      y = y * factor
+  return y.astype(dtype)

@@ -98,6 +98,17 @@ def encode_scale(amax, top: float):
   return jnp.where(amax < SMALLEST, 1.0, divide(np.float32(top), amax))
 
 
+def product_factors(lhs, rhs) -> tuple:
+  """Two float32 factors of the product of two operands' tensor scales.
+
+  The second is 1 unless the product would be subnormal or zero, which the
+  result of the GEMM that it multiplies need not be.
+  """
+  small = lhs * rhs < SMALLEST
+  lifted = jnp.where(small, lhs * np.float32(2.0**100), lhs) * rhs
+  return lifted, jnp.where(small, SMALLEST, np.float32(1))
+
+
 def encode_block_scale(v, scale: str, rounding: str):
   """uint8 codes of block scales ``v >= 0``.
 
@@ -113,7 +124,8 @@ def encode_block_scale(v, scale: str, rounding: str):
   # On the E4M3 grid of 8 steps a binade, the restricted grid is the steps 0, 2
   # and 4 (0, 2, 4, 6 among subnormals); the midpoints are grid points too.
   value = decode_block_scale(index, "e4m3")
-  above, below = index + (value < v), index - (value > v)
+  above = index + (value < v).astype(index.dtype)
+  below = index - (value > v).astype(index.dtype)
   index = above if rounding == "sr" else below
   step = index & 7
   last = 5 if rounding == "sr" else 6

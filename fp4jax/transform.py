@@ -51,8 +51,9 @@ def quantize(
 
   Returns:
     A function of the same signature, plus ``fp4_key=``: a PRNG key, needed
-    where a recipe with stochastic rounding is differentiated. State that an
-    ``nnx.Module`` writes in the call arrives. Its jaxpr is cached by shapes,
+    where a recipe with stochastic rounding is differentiated. State of NNX
+    objects (modules, ``nnx.Rngs``, variables, metrics), in whichever argument,
+    that the call writes arrives. Its jaxpr is cached by shapes,
     dtypes and static arguments.
 
   Raises:
@@ -97,6 +98,23 @@ def _check_function(model_fn):
     raise ValueError(
       f"quantize: model_fn={model_fn!r} is quantised already; pass the function"
       " that it was made from, and one policy."
+    )
+  owner = getattr(model_fn, "__self__", None)
+  bound = isinstance(owner, linen.Module) and owner.scope is not None
+  if bound or isinstance(owner, nnx.Pytree):
+    raise ValueError(
+      f"quantize: model_fn={errors.shown(model_fn)} is a method of a module"
+      " that holds its own parameters, needed a function that takes them as"
+      " first argument; pass model.apply of linen, or lambda model, x: model(x)"
+      " of NNX."
+    )
+  if isinstance(model_fn, type) and issubclass(
+    model_fn, (linen.Module, nnx.Module)
+  ):
+    raise ValueError(
+      f"quantize: model_fn is a class ({model_fn.__name__}), needed a function;"
+      " make a module of it and pass its apply (linen), or lambda model, x:"
+      " model(x) (NNX)."
     )
   if isinstance(model_fn, linen.Module):
     raise ValueError(
@@ -173,8 +191,8 @@ class _Call:
     leaves: the arrays.
     flows: what each of them is to the dataflow.
     trace: ``jax.jit`` of the model as a function of the leaves; it returns the
-      model's outputs and the state of NNX modules.
-    nodes: NNX modules among the arguments.
+      model's outputs and the state of NNX objects.
+    nodes: NNX objects among the arguments.
   """
 
   leaves: list
@@ -240,29 +258,36 @@ class Quantized:
           " position."
         )
     params = {argnum % len(args) for argnum in self.params_argnums}
-    is_leaf = lambda x: isinstance(x, nnx.Module)
-    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf)
-    nodes = [leaf for _, leaf in paths if is_leaf(leaf)]
+
+    def weight_name(owner, inner=()):
+      """The name of what stands at a path, None if it is no parameter."""
+      if owner[0].idx or owner[1].idx not in params:
+        return None
+      collections = _has_collections(args[owner[1].idx])
+      if collections and _path_name(owner[2:3]) != "params":
+        return None
+      return _path_name([*owner[2:], *inner]) or "params"
+
+    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), _is_node)
+    nodes = [leaf for _, leaf in paths if _is_node(leaf)]
     graphdef, state = nnx.split(nodes) if nodes else (None, {})
     leaves, flows, static = [], [], []
-    node_paths = []
+    owners = []
     for path, leaf in paths:
-      if is_leaf(leaf):
+      if _is_node(leaf):
         static.append(_NODE)
-        node_paths.append(path)
+        owners.append(path)
       elif _is_array(leaf):
         static.append(_ARRAY)
         leaves.append(leaf)
+        flows.append(_flow(leaf, weight_name(path)))
       else:
         static.append(_Static(leaf))
-    flows = _argument_flows((args, kwargs), params, is_leaf)
     state_paths = jax.tree_util.tree_flatten_with_path(
       state, lambda x: isinstance(x, nnx.Variable)
     )[0]
     for path, variable in state_paths:
-      owner = node_paths[path[0].key]
-      inside = owner[0].idx == 0 and owner[1].idx in params
-      name = _path_name([*owner[2:], *path[1:]]) if inside else None
+      name = weight_name(owners[path[0].key], path[1:])
       for leaf in jax.tree.leaves(variable):
         leaves.append(leaf)
         flows.append(_flow(leaf, name, type(variable)))
@@ -333,17 +358,24 @@ _NODE, _ARRAY = object(), object()
 
 
 class _Static:
-  """A static argument, told from equal values of another type."""
+  """A static argument, told from equal values of another type or sign."""
 
   def __init__(self, value):
     self.value = value
-    self._token = (type(value), value)
+    floating = isinstance(value, (float, complex))
+    # 0.0 == -0.0, and NaN equals nothing.
+    self._token = (type(value), repr(value) if floating else value)
 
   def __eq__(self, other):
     return isinstance(other, _Static) and self._token == other._token
 
   def __hash__(self):
     return hash(self._token)
+
+
+def _is_node(x) -> bool:
+  """Whether an object of NNX keeps state of its own, which a call may write."""
+  return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
 def _is_array(x) -> bool:
@@ -374,33 +406,13 @@ def _flow(leaf, name: str | None, variable: type | None = None):
   return dataflow.Flow(frozenset({dataflow.Weight(name)}))
 
 
-def _argument_flows(args_kwargs, params, is_node) -> list[dataflow.Flow]:
-  """The flows of the array leaves of all arguments but NNX modules."""
-  is_leaf = lambda x: is_node(x) or isinstance(x, nnx.Variable)
-  entries = jax.tree_util.tree_flatten_with_path(args_kwargs, is_leaf)[0]
-  args = args_kwargs[0]
-  flows = []
-  for path, leaf in entries:
-    if is_node(leaf):
-      continue
-    variable = type(leaf) if isinstance(leaf, nnx.Variable) else None
-    inside = path[0].idx == 0 and path[1].idx in params
-    if inside and _has_collections(args[path[1].idx]):
-      inside = _path_name(path[2:3]) == "params"
-    name = (_path_name(path[2:]) or "params") if inside else None
-    flows += [
-      _flow(x, name, variable) for x in jax.tree.leaves(leaf) if _is_array(x)
-    ]
-  return flows
-
-
 def _has_collections(tree) -> bool:
   """Whether a parameters argument is a mapping of linen collections."""
   return isinstance(tree, Mapping) and "params" in tree
 
 
 def _write_back(nodes, state, traced):
-  """Writes changed state into the NNX modules that the caller holds."""
+  """Writes changed state into the NNX objects that the caller holds."""
   jaxpr, _ = _jax.open_jaxpr(traced.jaxpr)
   inputs = set(jaxpr.invars)
   count = len(jax.tree.leaves(state))

@@ -668,7 +668,8 @@ def _f32(bits):
 def round_keys(key):
   """uint32 [20]: the two words that Philox adds in each of its rounds."""
   rounds = jnp.arange(ROUNDS, dtype=jnp.uint32)
-  return (key + rounds[:, None] * jnp.array(WEYL, jnp.uint32)).reshape(-1)
+  steps = rounds[:, None] * jnp.array([WEYL], jnp.uint32)
+  return (key[None] + steps).reshape(-1)
 
 
 class _Mlir:

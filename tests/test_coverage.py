@@ -312,6 +312,21 @@ def test_the_table_prints_each_site_and_the_sum():
   assert "0-2" in stack and str(RNE.fprop) in stack
 
 
+def test_equal_rows_print_once():
+  """Attention's own products of four blocks have no names of their own."""
+
+  def f(p, x):
+    for _ in range(4):
+      x = x @ p["tied"] + (x @ x.T @ x) * 1e-3
+    return x
+
+  quantised = fp4jax.quantize(f, ALL)
+  text = str(fp4jax.coverage(quantised, {"tied": normal(0, D, D)}, X))
+  assert text.count("tied (4 times)") == 1 and text.count("tied") == 1
+  assert text.count("(dot_general) (4 times)") == 2  # x xT, and times x
+  assert "4 of 4 linear layers quantised" in text
+
+
 def test_j05_a_refused_site_names_path_and_remedy():
   """Whatever cannot be quantised says which site, why, and what to write."""
   x = jnp.ones((4, D), "complex64")

@@ -26,6 +26,7 @@ from fp4jax import recipes
 from fp4jax import rounding
 from tests import oracle
 
+KERNEL_RECIPES = ("nvfp4", "nvfp4_fp8_exact")
 MATMUL = (((1,), (0,)), ((), ()))
 KEY = np.array([3, 4], np.uint32)
 
@@ -489,7 +490,26 @@ def test_b07_blocks_run_along_the_contracted_axis():
   assert (shown[..., 16:] != 0).mean() > 0.8
 
 
-# Zeros and non-finite numbers
+# Zeros, tiny and non-finite numbers
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_fp8_exact", "fp8"])
+@pytest.mark.parametrize("powers", [(-60, -60, -60), (-30, -85, -35)])
+def test_a_product_of_tensor_scales_may_be_subnormal(name, powers):
+  """Powers of two change no code: every result scales exactly, down to the
+  smallest normal numbers, though the product of two tensor scales is smaller
+  still."""
+  x, w, g = normal(0, 64, 32), normal(1, 32, 48), normal(2, 64, 48)
+  recipe = getattr(recipes, name)()
+  run = jax.jit(lambda *xwg: three_gemms(*xwg, recipe=recipe))
+  scaled = [a * 2.0**p for a, p in zip((x, w, g), powers, strict=True)]
+  px, pw, pg = powers
+  together = (px + pw, pg + pw, px + pg)
+  for got, plain, p in zip(run(*scaled), run(x, w, g), together, strict=True):
+    expected = np.asarray(plain, np.float64) * 2.0**p
+    normals = np.abs(expected) >= 2.0**-126
+    assert normals.mean() > 0.9
+    np.testing.assert_array_equal(f32(got)[normals], expected[normals])
 
 
 def test_a01_zeros_give_exact_zeros():
@@ -856,6 +876,8 @@ def test_unknown_sides_and_backends_are_refused():
     fp4jax.dot(x, w, MATMUL, recipe=rne(), backend="pallas")
   with pytest.raises(ValueError, match="reference"):
     fp4jax.dot(x, w, MATMUL, recipe=rne(), backend="cuda")
+  with pytest.raises(ValueError, match=r"no Recipe.*recipes.nvfp4\(\)"):
+    fp4jax.backends.check(recipes.nvfp4)
 
 
 def test_second_derivatives_are_refused_not_zero():
@@ -874,3 +896,26 @@ def test_second_derivatives_are_refused_not_zero():
     jax.grad(norm)(w)
   with pytest.raises((TypeError, fp4jax.UnsupportedError)):
     jax.jvp(jax.grad(loss), (w,), (w,))
+
+
+@pytest.mark.parametrize(
+  "strict",
+  [
+    lambda: jax.numpy_rank_promotion("raise"),
+    lambda: jax.numpy_dtype_promotion("strict"),
+  ],
+  ids=["rank", "dtype"],
+)
+@pytest.mark.parametrize(
+  "name, backend",
+  [(name, "reference") for name in ("fp8", "mxfp4", *KERNEL_RECIPES)]
+  + [(name, "pallas_interpret") for name in KERNEL_RECIPES],
+)
+def test_strict_promotion_changes_nothing(name, backend, strict):
+  """Users who let JAX refuse implicit promotions get the same program."""
+  recipe = getattr(recipes, name)()
+  run = lambda *xwg: three_gemms(*xwg, recipe=recipe, backend=backend)
+  operands = normal(0, 32, 32), normal(1, 32, 48), normal(2, 32, 48)
+  with strict():
+    got = str(jax.make_jaxpr(run)(*operands))
+  assert got == str(jax.make_jaxpr(run)(*operands))

@@ -363,3 +363,8 @@ def test_missing_keys_name_the_module():
 def test_a_module_in_place_of_a_function():
   with pytest.raises(ValueError, match=r"linen module \(Stack\).*model.apply"):
     fp4jax.quantize(Stack(how="unrolled"), ALL)
+  with pytest.raises(ValueError, match="method of a module.*model.apply"):
+    bound = nn.Dense(8).bind({"params": {"kernel": jnp.ones((4, 8))}})
+    fp4jax.quantize(bound.__call__, ALL)
+  with pytest.raises(ValueError, match=r"class \(Dense\).*its apply"):
+    fp4jax.quantize(nn.Dense, ALL)

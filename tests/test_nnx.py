@@ -238,6 +238,73 @@ def test_state_arrives_as_from_the_plain_module():
   check(Stateful, X)
 
 
+class Scale(nnx.Pytree):
+  """State of the user's own, no module."""
+
+  def __init__(self):
+    self.calls = nnx.Variable(jnp.int32(0))
+
+
+def stateful_arguments():
+  """Every kind of NNX object that is no module, and one module with them."""
+  rngs = nnx.Rngs(0, dropout=1)
+  return {
+    "rngs": rngs,
+    "variable": nnx.Variable(jnp.float32(0)),
+    "metrics": nnx.MultiMetric(loss=nnx.metrics.Average("loss")),
+    "own": Scale(),
+    "nested": {"drop": nnx.Dropout(0.5, rngs=rngs), "list": [Scale()]},
+  }
+
+
+def call_with_state(model, x, **state):
+  rngs = state["rngs"]
+  state["variable"][...] += 1
+  state["own"].calls[...] += 1
+  state["nested"]["list"][0].calls[...] += 2
+  y = nnx.Dropout(0.5)(state["nested"]["drop"](model(x)), rngs=rngs)
+  state["metrics"].update(loss=y.sum())
+  return y
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+def test_state_outside_of_modules_arrives_too(wrap, shared):
+  """Three calls draw three masks, those of the plain function."""
+  quantised = fp4jax.quantize(call_with_state, policies.bf16())
+  sides = []
+  for f in (wrap(quantised), wrap(call_with_state)):
+    model, state = Stateful(), stateful_arguments()
+    if shared:  # One stream, held by the model and passed besides.
+      model.drop = nnx.Dropout(0.5, rngs=state["rngs"])
+    ys = [f(model, X, **state) for _ in range(3)]
+    sides.append((ys, values(nnx.state([model, state]))))
+  (got, got_state), (expected, expected_state) = sides
+  assert same(got, expected)
+  assert same(got_state, expected_state)
+  masks = [np.asarray(y == 0) for y in got]
+  assert not np.array_equal(masks[0], masks[1])
+  assert not np.array_equal(masks[1], masks[2])
+
+
+def test_state_passed_by_position_in_any_argument():
+  """Rngs and a Variable before the parameters, a State as the parameters."""
+  graphdef, state = nnx.split(Stateful())
+
+  def f(rngs, state, x, count):
+    count[...] += 1
+    return nnx.Dropout(0.5)(nnx.merge(graphdef, state)(x), rngs=rngs)
+
+  quantised = fp4jax.quantize(f, ALL, params_argnums=1)
+  rngs, count = nnx.Rngs(dropout=1), nnx.Variable(jnp.int32(0))
+  ys = [quantised(rngs, state, X, count) for _ in range(2)]
+  assert rngs.dropout.count[...] == 2 and count[...] == 2
+  assert (ys[0] != ys[1]).any()
+  assert state["calls"][...] == 2  # As the plain function does.
+  rows = fp4jax.coverage(quantised, rngs, state, X, count).rows
+  assert [row.path for row in rows] == ["first/kernel", "out/kernel"]
+
+
 def test_parameters_are_never_written():
   """The caller's variables stay the same objects with concrete arrays."""
   model = Stateful()
@@ -526,6 +593,10 @@ def test_a_stream_in_place_of_a_key_of_it(key):
 def test_a_module_in_place_of_a_function():
   with pytest.raises(ValueError, match="Linear.*lambda model, x: model"):
     fp4jax.quantize(MODULES["Linear"](PLAIN), ALL)
+  with pytest.raises(ValueError, match="method of a module.*lambda model, x"):
+    fp4jax.quantize(MODULES["Linear"](PLAIN).__call__, ALL)
+  with pytest.raises(ValueError, match=r"class \(Linear\).*lambda model, x"):
+    fp4jax.quantize(nnx.Linear, ALL)
 
 
 def test_calls_are_traced_once():

@@ -166,9 +166,20 @@ def test_the_first_rule_that_matches_wins():
   second = Rule(path="a/**", recipe=None)
   policy = Policy(rules=(first, second), default=RNE)
   assert recipes_of(policy, sites) == [["mxfp8"], ["bf16"], ["fp8"]]
-  # The other order: the first rule covers all of the second.
+  # The other order: the first rule covers all of the second, which is a mistake
+  # unless both ask for the same, or the second is optional.
   policy = Policy(rules=(second, first), default=RNE)
-  assert recipes_of(policy, sites) == [["bf16"], ["bf16"], ["fp8"]]
+  with pytest.raises(
+    fp4jax.PolicyError,
+    match=r'"\*\*/up/\*\*" decides nothing.*"a/\*\*".*move it',
+  ):
+    policy_lib.resolve(policy, sites)
+  for last in (
+    dataclasses.replace(first, optional=True),
+    dataclasses.replace(first, recipe=None),
+  ):
+    policy = Policy(rules=(second, last), default=RNE)
+    assert recipes_of(policy, sites) == [["bf16"], ["bf16"], ["fp8"]]
 
 
 def test_any_glob_of_a_tuple_and_any_parameter_of_a_site_matches():
@@ -306,7 +317,7 @@ def test_presets_know_usual_names_of_blocks(names):
   ["params/blocks/up/kernel", "params/layers/up/kernel", "params/h/c_fc/w"],
 )
 def test_presets_know_usual_names_of_stacks(name):
-  policy = policies.nemotron(1, 2, recipe=RNE)
+  policy = policies.nemotron(1, 2, recipe=RNE, heads=())
   (per,) = policy_lib.resolve(policy, [site(name, 6)])
   assert [d.recipe.quantises for d in per] == [0, 1, 1, 1, 0, 0]
 
@@ -405,7 +416,8 @@ def test_a_policy_that_quantises_nothing_says_why():
       {}, weights().T
     )
   # A policy that asks for nothing is no mistake.
-  assert left_alone([rule], SIX, default=None)
+  assert left_alone([], SIX, default=None)
+  assert left_alone([rule], SIX, default=recipes.bf16())
 
 
 @pytest.mark.parametrize("first, last", [(2, 4), (2, 8), (9, 0)])
@@ -414,23 +426,83 @@ def test_presets_that_leave_all_blocks_alone_say_how_many_there_are(
 ):
   for sites in (SIX_BLOCKS, [site("params/blocks/w", 6)]):
     with pytest.raises(fp4jax.PolicyError) as error:
-      policy_lib.resolve(policies.nemotron(first, last, recipe=RNE), sites)
+      policy_lib.resolve(
+        policies.nemotron(first, last, recipe=RNE, heads=()), sites
+      )
     text = str(error.value)
     assert "the model has 6 blocks" in text
     assert "lower first or last of policies.nemotron" in text
     assert f"first {first} blocks" in text
-  policy_lib.resolve(policies.nemotron(2, 3, recipe=RNE), SIX_BLOCKS)
+    assert "leave all 6 linear layers alone" in text
+  policy_lib.resolve(policies.nemotron(2, 3, recipe=RNE, heads=()), SIX_BLOCKS)
 
 
 def test_a_preset_without_its_blocks_names_its_own_argument():
   sites = [site("params/stage_0/w"), site("params/stage_1/w")]
+  make = functools.partial(policies.nemotron, 1, 0, recipe=RNE, heads=())
   with pytest.raises(fp4jax.PolicyError) as error:
-    policy_lib.resolve(policies.nemotron(1, 0, recipe=RNE), sites)
+    policy_lib.resolve(make(), sites)
   text = str(error.value)
-  assert "stage_0/w" in text and "blocks= of a preset" in text
+  assert "stage_0/w" in text and "blocks= of the preset" in text
   assert "optional" not in text
-  blocks = "**/stage_{layer}/**"
-  policy_lib.resolve(policies.nemotron(1, 0, recipe=RNE, blocks=blocks), sites)
+  # Without the slashes: the error says what was passed, and what would do.
+  with pytest.raises(fp4jax.PolicyError) as error:
+    policy_lib.resolve(make(blocks="stage_{layer}"), sites)
+  assert "first block ('stage_{layer}')" in str(error.value)
+  assert 'did you mean "**/stage_{layer}/**"?' in str(error.value)
+  policy_lib.resolve(make(blocks="**/stage_{layer}/**"), sites)
+
+
+def test_a_head_that_no_glob_matches_is_an_error():
+  """By the usual names or by the user's own: never quantised in silence."""
+  sites = [*SIX_BLOCKS, site("params/Dense_0/kernel")]
+  embedding = ["params/embed/embedding"]  # which no GEMM reads
+  for make in (policies.nemotron, policies.last_fraction):
+    first = {"first": 1, "last": 1} if make is policies.nemotron else {}
+    with pytest.raises(fp4jax.PolicyError) as error:
+      policy_lib.resolve(make(recipe=RNE, **first), sites, embedding)
+    text = str(error.value)
+    assert "embeddings and heads matches none of the model's 7" in text
+    assert "heads=()" in text and "did you mean" not in text
+    for bad in ("Dense_0", "**/Dense_0", ("**/logit/**",)):
+      policy = make(recipe=RNE, heads=bad, **first)
+      with pytest.raises(fp4jax.PolicyError, match="with heads= of the preset"):
+        policy_lib.resolve(policy, sites)
+    policy = make(recipe=RNE, heads="Dense_0", **first)
+    with pytest.raises(fp4jax.PolicyError, match=r'mean "\*\*/Dense_0/\*\*"'):
+      policy_lib.resolve(policy, sites)
+    policy = make(recipe=RNE, heads="**/Dense_0/**", **first)
+    assert not policy_lib.resolve(policy, sites)[-1][0].recipe.quantises
+    policy = make(recipe=RNE, heads=(), **first)
+    assert policy_lib.resolve(policy, sites)[-1][0].recipe.quantises
+
+
+def test_every_stack_has_its_own_first_and_last_blocks():
+  """Encoder and decoder, unrolled, as lists, scanned, or one of each."""
+  policy = policies.nemotron(1, 1, recipe=RNE, heads=())
+
+  def kept(*stacks):
+    sites = [s for stack in stacks for s in stack]
+    found = policy_lib.resolve(policy, sites)
+    flat = [d.recipe.quantises for per in found for d in per]
+    return [i for i, quantised in enumerate(flat) if not quantised]
+
+  encoder = unrolled("params/encoder/layers_{}/w", count=3)
+  decoder = unrolled("params/decoder/layers_{}/w", count=6)
+  assert kept(encoder, decoder) == [0, 2, 3, 8]
+  assert kept(unrolled("enc/layers/{}/w", count=3), decoder) == [0, 2, 3, 8]
+  scanned = [site("enc/blocks/w", 3)], [site("dec/blocks/w", 6)]
+  assert kept(*scanned) == [0, 2, 3, 8]
+  assert kept(scanned[0], decoder) == [0, 2, 3, 8]
+  # Blocks of two kinds under one parent are one stack.
+  hybrid = [site(f"params/{k}_layer_{i}/w") for i, k in enumerate("mammam")]
+  assert kept(hybrid) == [0, 5]
+  # So are fractions.
+  half = Rule(path="**/layers_{layer}/**", layers=slice(0.5, None), recipe=None)
+  assert list(left_alone([half], [*encoder, *decoder])) == [
+    "params/encoder/layers_2/w",
+    *(f"params/decoder/layers_{i}/w" for i in (3, 4, 5)),
+  ]
 
 
 def test_the_real_reason_why_nothing_can_be_quantised():
@@ -559,6 +631,10 @@ def test_policies_print_and_are_rebuilt_from_their_print():
     (lambda: Policy(rules=("a",)), "'a' is no Rule; write Rule"),
     (lambda: Policy(default="nvfp4"), r"'nvfp4'.*recipes.nvfp4\(\)"),
     (lambda: Policy(default=policies.bf16()), "is no Recipe"),
+    (
+      lambda: Policy(rules=(Rule(path="a", recipe=None),)),
+      "every rule leaves.*give default=",
+    ),
   ],
 )
 def test_invalid_fields_say_what_to_write(make, match):
@@ -574,6 +650,7 @@ def test_an_error_shows_the_beginning_and_the_end_of_a_long_value():
 
 def test_keyword_fields_keep_their_signature_and_copy():
   names = ["path", "recipe", "layers", "gemms", "optional", "name"]
+  names.append("argument")
   assert list(inspect.signature(Rule).parameters) == names
   policy = policies.nemotron()
   assert pickle.loads(pickle.dumps(policy)) == policy
@@ -599,13 +676,13 @@ def test_presets_do_not_take_a_norm_for_a_block():
   sites = [_Site(f"cell_{i}/up/kernel") for i in range(4)]
   parameters = [f"cell_{i}/LayerNorm_0/scale" for i in range(4)]
   with pytest.raises(fp4jax.PolicyError, match="first block"):
-    policy_lib.resolve(policies.nemotron(1, 1), sites, parameters)
+    policy_lib.resolve(policies.nemotron(1, 1, heads=()), sites, parameters)
 
 
 def test_presets_know_numbered_blocks_and_not_attention_heads():
   sites = [
     _Site(f"block{i}/multi_head_attention/query/kernel") for i in range(4)
   ]
-  decisions = policy_lib.resolve(policies.nemotron(1, 1), sites)
+  decisions = policy_lib.resolve(policies.nemotron(1, 1, heads=()), sites)
   quantised = [d[0].recipe.quantises for d in decisions]
   assert quantised == [False, True, True, False]

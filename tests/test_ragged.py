@@ -144,3 +144,16 @@ def test_non_finite_token_reaches_the_output():
     recipe=recipes.nvfp4(),
   )
   assert np.all(np.isnan(y))
+
+
+def test_a_product_of_tensor_scales_may_be_subnormal():
+  """As of ``dot``: results scale exactly with powers of two."""
+  x, w, ct = data()
+  sizes = jnp.asarray((5, 0, 11, 0), jnp.int32)
+  f = run(recipes.nvfp4())
+  tiny = f(x * 2.0**-60, w * 2.0**-60, sizes, ct * 2.0**-60)
+  for got, plain in zip(tiny, f(x, w, sizes, ct), strict=True):
+    expected = np.asarray(plain, np.float64) * 2.0**-120
+    normals = np.abs(expected) >= 2.0**-126
+    assert normals.any()
+    np.testing.assert_array_equal(np.asarray(got)[normals], expected[normals])

@@ -907,6 +907,16 @@ def test_static_arguments_and_keyword_arguments():
   g = fp4jax.quantize(lambda w, x, s: (x @ w, x.astype(type(s)))[1], ALL)
   dtypes = {g(params["a"], X, s).dtype.kind for s in (True, 1, 1.0)}
   assert dtypes == {"b", "i", "f"}
+  # So are 0.0 and -0.0; NaN equals itself.
+  traces = []
+
+  def h(w, x, s):
+    traces.append(s)
+    return x @ w + np.copysign(1.0, s)
+
+  h = fp4jax.quantize(h, policies.bf16())
+  ys = [h(params["a"], X, s) for s in (0.0, -0.0, np.nan, np.nan)]
+  assert (ys[0] != ys[1]).all() and len(traces) == 3
 
 
 def test_unhashable_static_arguments():
