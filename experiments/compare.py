@@ -16,7 +16,9 @@ from ml_collections import ConfigDict
 
 from experiments import cli
 from experiments import config as config_lib
+from experiments import data
 from experiments import errors
+from experiments import files
 from experiments import metrics
 from experiments import recipe as recipe_lib
 from experiments import report
@@ -42,17 +44,14 @@ def run(
   began, workdir = time.perf_counter(), Path(workdir)
   recipes = _recipes(config)
   configs = {name: _with_recipe(config, name, workdir) for name in recipes}
+  # Whatever is wrong with the last run is said before the first one starts.
   for name in recipes:
-    # Whatever is wrong with the last run is said before the first one starts.
-    config_lib.check_workdir(configs[name], _folder(workdir, name))
     _ = train.make_experiment(configs[name]).coverage
-  if (workdir / "config.json").exists():
-    raise errors.UserError(
-      f"--workdir={workdir} holds a single run; give another --workdir."
-    )
+  corpus = _check_workdir(config, recipes, workdir)
   runs = []
   for name in recipes:
-    result = train.run(configs[name], _folder(workdir, name), brief=True)
+    folder = _folder(workdir, name)
+    result = train.run(configs[name], folder, corpus=corpus, brief=True)
     records = metrics.read(_folder(workdir, name) / "metrics.jsonl")
     runs.append(report.Run(result=result, records=records))
   comparison = report.Comparison(
@@ -64,6 +63,30 @@ def run(
   )
   report.write(comparison, workdir)
   return comparison
+
+
+def _check_workdir(
+  config: ConfigDict, recipes: Sequence[str], workdir: Path
+) -> data.Corpus | None:
+  """Raises unless all runs in ``workdir`` are of this very comparison.
+
+  Returns:
+    The text that all of them read; None if all that are asked have finished.
+  """
+  files.require_folder(workdir, "--workdir")
+  if (workdir / "config.json").exists():
+    raise errors.UserError(
+      f"--workdir={workdir} holds a single run; give another --workdir."
+    )
+  there = [n for n in recipe_lib.NAMES if _folder(workdir, n).exists()]
+  names = dict.fromkeys([*recipes, *there])
+  configs = {name: _with_recipe(config, name, workdir) for name in names}
+  for name, one in configs.items():
+    config_lib.check_workdir(one, _folder(workdir, name))
+  if all((_folder(workdir, n) / "result.json").exists() for n in recipes):
+    return None
+  folders = [_folder(workdir, name) for name in configs]
+  return train.read_corpus(configs[recipes[0]], workdir, folders)
 
 
 def _recipes(config: ConfigDict) -> tuple[str, ...]:

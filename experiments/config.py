@@ -2,6 +2,7 @@
 
 from importlib import metadata
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -29,9 +30,11 @@ _POSITIVE = (
   "model.heads",
   "model.kv_heads",
   "model.ffn",
+  "model.rope_base",
   "data.max_bytes",
   "data.sequence",
   "optimizer.peak_lr",
+  "optimizer.eps",
   "optimizer.clip",
   "train.steps",
   "train.batch",
@@ -56,6 +59,8 @@ _FRACTIONS = (
   "optimizer.final_lr_fraction",
   "optimizer.warmup_fraction",
   "optimizer.decay_fraction",
+  "optimizer.b1",
+  "optimizer.b2",
 )
 _MULTIPLES = (
   ("model.d", "model.heads"),
@@ -77,6 +82,41 @@ def field_names(config: ConfigDict, prefix: str = "") -> list[str]:
   return names
 
 
+def _check_numbers(config: ConfigDict, value) -> None:
+  """Raises ``UserError`` for a number outside of its field's range."""
+  for name in field_names(config):
+    number = value(name)
+    if isinstance(number, float) and not math.isfinite(number):
+      raise errors.UserError(f"config.{name}={number}; needed a finite number.")
+    if isinstance(number, int) and abs(number) >= 2**31 and name != "seed":
+      raise errors.UserError(
+        f"config.{name}={number}; needed a number below 2**31."
+      )
+  for name in _POSITIVE:
+    if not value(name) > 0:
+      raise errors.UserError(
+        f"config.{name}={value(name)!r}; needed more than 0."
+      )
+  for name in _FRACTIONS:
+    if not 0 <= value(name) < 1:
+      raise errors.UserError(
+        f"config.{name}={value(name)!r}; needed at least 0 and below 1."
+      )
+  if config.optimizer.weight_decay < 0:
+    raise errors.UserError(
+      f"config.optimizer.weight_decay={config.optimizer.weight_decay}; needed"
+      " at least 0."
+    )
+  warmup = config.optimizer.warmup_fraction
+  decay = config.optimizer.decay_fraction
+  if config.optimizer.schedule == "wsd" and warmup + decay > 1:
+    raise errors.UserError(
+      f"config.optimizer.warmup_fraction={warmup} and"
+      f" config.optimizer.decay_fraction={decay} are more than the whole run;"
+      " lower one of them."
+    )
+
+
 def check(config: ConfigDict) -> None:
   """Raises ``UserError`` for a configuration that cannot be meant."""
   known, got = field_names(base.get_config()), field_names(config)
@@ -91,16 +131,7 @@ def check(config: ConfigDict) -> None:
         f"config.{name} is missing; start from configs.base.get_config()."
       )
   value = _lookup(config)
-  for name in _POSITIVE:
-    if not value(name) > 0:
-      raise errors.UserError(
-        f"config.{name}={value(name)!r}; needed more than 0."
-      )
-  for name in _FRACTIONS:
-    if not 0 <= value(name) < 1:
-      raise errors.UserError(
-        f"config.{name}={value(name)!r}; needed at least 0 and below 1."
-      )
+  _check_numbers(config, value)
   for name, choices in _CHOICES.items():
     if value(name) not in choices:
       raise errors.UserError(
@@ -126,6 +157,12 @@ def check(config: ConfigDict) -> None:
     raise errors.UserError(
       f"config.data.vocab={config.data.vocab} is too small; needed at least"
       f" {SMALLEST_VOCABULARY}: 256 bytes and the mark between documents."
+    )
+  device = jax.devices()[0]
+  if config.model.attention == "cudnn" and device.platform != "gpu":
+    raise errors.UserError(
+      "config.model.attention='cudnn' needs an NVIDIA GPU, and the device is"
+      f" {device.device_kind!r}; use 'xla'."
     )
   if not 0 <= config.seed < 2**32:
     raise errors.UserError(
@@ -165,11 +202,7 @@ def check_workdir(config: ConfigDict, workdir: Path) -> None:
     config: this experiment.
     workdir: its folder, which need not exist.
   """
-  if workdir.exists() and not workdir.is_dir():
-    raise errors.UserError(
-      f"--workdir={workdir} is a file; give a folder, new or of this"
-      " experiment."
-    )
+  files.require_folder(workdir, "--workdir")
   path = workdir / "config.json"
   if not path.exists():
     return
@@ -189,6 +222,35 @@ def check_workdir(config: ConfigDict, workdir: Path) -> None:
   )
 
 
+def check_text(config: ConfigDict, text: dict, workdir: Path) -> None:
+  """Raises ``UserError`` if the run in ``workdir`` has read another text.
+
+  Args:
+    config: this experiment.
+    text: ``Text.identity`` of its text now.
+    workdir: its folder, which need not exist.
+  """
+  path = workdir / "config.json"
+  if not path.exists():
+    return
+  there = json.loads(path.read_text())["text"]
+  if there == text:
+    return
+  raise errors.UserError(
+    f"--workdir={workdir} holds a run on another text: config.data.path="
+    f"{config.data.path!r} held {_size(there)} then, and {_size(text)} now;"
+    " restore the files (and the version of tokenizers), or give another"
+    " --workdir."
+  )
+
+
+def _size(text: dict) -> str:
+  return (
+    f"{text['documents']} documents, {text['characters']:,} characters (hash"
+    f" {text['hash']})"
+  )
+
+
 def _get(value, name):
   try:
     return value(name)
@@ -196,9 +258,13 @@ def _get(value, name):
     return None
 
 
-def save(config: ConfigDict, workdir: Path) -> None:
+def save(config: ConfigDict, text: dict, workdir: Path) -> None:
   """Writes ``config.json``, unless it is there."""
   path = workdir / "config.json"
   if not path.exists():
-    content = {"config": identity(config), "versions": versions()}
+    content = {
+      "config": identity(config),
+      "text": text,
+      "versions": versions(),
+    }
     files.write(path, json.dumps(content, indent=2) + "\n")

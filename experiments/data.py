@@ -52,6 +52,7 @@ class Corpus:
       ignores the context cannot go below.
     documents: number of documents.
     skipped: files that hold no text.
+    identity: of its ``Text``.
   """
 
   train: np.ndarray
@@ -60,6 +61,31 @@ class Corpus:
   unigram_entropy: float
   documents: int
   skipped: tuple[str, ...]
+  identity: dict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+  """What a corpus is made of.
+
+  Attributes:
+    documents: in order.
+    skipped: files that hold no text.
+    hash: of the documents and of all else that their tokens follow from.
+  """
+
+  documents: tuple[Document, ...]
+  skipped: tuple[str, ...]
+  hash: str
+
+  @property
+  def identity(self) -> dict:
+    """What tells one text from another, as JSON reads it back."""
+    return {
+      "hash": self.hash,
+      "documents": len(self.documents),
+      "characters": sum(len(document.text) for document in self.documents),
+    }
 
 
 def read_documents(
@@ -103,15 +129,35 @@ def read_documents(
   return documents, skipped
 
 
+def check_apart(path: str, folder: Path, flag: str) -> None:
+  """Raises ``UserError`` if what is written to ``folder`` would become text.
+
+  Args:
+    path: where the text is, as of ``read_documents``.
+    folder: where a run writes.
+    flag: which flag gave the folder.
+  """
+  root, folder = Path(path).resolve(), folder.resolve()
+  if path and folder.is_relative_to(root) and not _hidden(folder, root):
+    raise errors.UserError(
+      f"{flag}={folder} lies inside config.data.path={path}: what the run"
+      " writes would become text of the next; give a folder outside, or a"
+      f" hidden one ({root / '.runs'})."
+    )
+
+
+def _hidden(file: Path, root: Path) -> bool:
+  return any(part.startswith(".") for part in file.relative_to(root).parts)
+
+
 def _files(root: Path, pattern: str) -> list[Path]:
   if root.is_file():
     return [root]
   found = []
   for file in root.rglob(pattern):
     folders = file.relative_to(root).parts
-    hidden = any(part.startswith(".") for part in folders)
     left_out = pattern != "*" and set(folders) & set(_LEFT_OUT)
-    if file.is_file() and not hidden and not left_out:
+    if file.is_file() and not _hidden(file, root) and not left_out:
       found.append(file)
   return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
@@ -195,12 +241,22 @@ def unigram_entropy(tokens: np.ndarray) -> float:
   return float(-np.sum(p * np.log(p)))
 
 
-def prepare(config: ConfigDict, cache: Path) -> Corpus:
+def read(config: ConfigDict) -> Text:
+  """The text of a configuration; raises ``UserError`` if there is none."""
+  documents, skipped = read_documents(config.data.path, config.data.max_bytes)
+  key = _key(documents, config.data)
+  return Text(documents=tuple(documents), skipped=tuple(skipped), hash=key)
+
+
+def prepare(
+  config: ConfigDict, cache: Path, text: Text | None = None
+) -> Corpus:
   """The corpus of a configuration, from the cache if it is there.
 
   Args:
     config: the whole configuration; ``config.data`` is read.
     cache: the folder of all cached corpora.
+    text: what ``read`` returned, if it was called already.
 
   Returns:
     The corpus.
@@ -208,15 +264,17 @@ def prepare(config: ConfigDict, cache: Path) -> Corpus:
   Raises:
     UserError: there is no text, or too little; nothing is then written.
   """
-  documents, skipped = read_documents(config.data.path, config.data.max_bytes)
-  folder = cache / _key(documents, config.data)
+  files.require_folder(cache, "config.data.cache")
+  check_apart(config.data.path, cache, "config.data.cache")
+  text = text or read(config)
+  folder = cache / text.hash
   if folder.is_dir():
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.encode_special_tokens = True
     train = np.load(folder / "train.npy", mmap_mode="r")
     validation = np.load(folder / "validation.npy", mmap_mode="r")
   else:
-    texts = split(documents, config.data.validation_fraction)
+    texts = split(text.documents, config.data.validation_fraction)
     tokenizer = train_tokenizer(texts[0], config.data.vocab)
     train, validation = (encode(tokenizer, part) for part in texts)
   _check_length(config, train, "training")
@@ -232,8 +290,9 @@ def prepare(config: ConfigDict, cache: Path) -> Corpus:
     validation=validation,
     tokenizer=tokenizer,
     unigram_entropy=unigram_entropy(train),
-    documents=len(documents),
-    skipped=tuple(skipped),
+    documents=len(text.documents),
+    skipped=text.skipped,
+    identity=text.identity,
   )
 
 

@@ -45,6 +45,18 @@ def new_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
+def require_folder(path: Path, flag: str) -> None:
+  """Raises unless ``path`` is a folder, or can become one."""
+  existing = path.absolute()
+  while not existing.exists():
+    existing = existing.parent
+  if not existing.is_dir():
+    raise errors.UserError(
+      f"{flag}={path}: {existing} is a file; give a folder, new or of this"
+      " experiment."
+    )
+
+
 def require_space(folder: Path, needed: int, what: str) -> None:
   """Raises unless ``needed`` bytes are free where ``folder`` is or will be."""
   existing = folder.absolute()

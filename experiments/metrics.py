@@ -29,6 +29,33 @@ def read(path: Path) -> list[dict]:
   return records
 
 
+def to_json(content: dict) -> str:
+  """JSON, in which null is what is not finite."""
+
+  def plain(value):
+    if isinstance(value, dict):
+      return {name: plain(inner) for name, inner in value.items()}
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    return None if infinite else value
+
+  return json.dumps(plain(content), indent=2) + "\n"
+
+
+def from_json(text: str) -> dict:
+  """What ``to_json`` wrote, with NaN for null."""
+  content = json.loads(text)
+  return {k: math.nan if v is None else v for k, v in content.items()}
+
+
+def shown(value: float, form: str) -> str:
+  """A number for people, who are told where there is none.
+
+  >>> shown(1.23456, ".2f"), shown(math.nan, ".2f")
+  ('1.23', 'not finite')
+  """
+  return f"{value:{form}}" if math.isfinite(value) else "not finite"
+
+
 class Writer:
   """Appends to ``metrics.jsonl`` and to TensorBoard's event files."""
 

@@ -13,6 +13,7 @@ from matplotlib import figure
 import numpy as np
 
 from experiments import files
+from experiments import metrics
 from experiments import train
 
 
@@ -54,7 +55,7 @@ class Comparison:
     return self.runs[0]
 
   def gap(self, run: Run) -> float:
-    """Validation loss above the baseline's, in percent."""
+    """Validation loss above the baseline's, in percent; NaN if unknown."""
     loss = self.baseline.result.validation_loss
     return 100 * (run.result.validation_loss / loss - 1)
 
@@ -77,8 +78,8 @@ def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
     rows.append(
       (
         result.recipe,
-        f"{result.validation_loss:.4f}",
-        f"{comparison.gap(run):+.2f}",
+        metrics.shown(result.validation_loss, ".4f"),
+        metrics.shown(comparison.gap(run), "+.2f"),
         f"{result.tokens_per_second:,.0f}",
         f"{sum(result.residual_bytes.values()) / 1e6:.2f}",
         str(result.skipped_steps),
@@ -103,12 +104,12 @@ def _facts(comparison: Comparison) -> str:
 def verdict(comparison: Comparison) -> str:
   """What came out, and what one seed cannot tell."""
   baseline, *others = comparison.runs
-  loss = f"{baseline.result.validation_loss:.4f}"
+  loss = metrics.shown(baseline.result.validation_loss, ".4f")
   if not others:
     return f"{baseline.result.recipe} ends at validation loss {loss}."
   gaps = ", ".join(
-    f"{run.result.recipe} {run.result.validation_loss:.4f}"
-    f" ({comparison.gap(run):+.2f} %)"
+    f"{run.result.recipe} {metrics.shown(run.result.validation_loss, '.4f')}"
+    f" ({metrics.shown(comparison.gap(run), '+.2f')} %)"
     for run in others
   )
   return (
@@ -350,5 +351,5 @@ def write(comparison: Comparison, workdir: Path) -> None:
     "versions": comparison.versions,
     "seconds": comparison.seconds,
   }
-  files.write(workdir / "results.json", json.dumps(results, indent=2) + "\n")
+  files.write(workdir / "results.json", metrics.to_json(results))
   files.write(workdir / "report.html", page(comparison, images))

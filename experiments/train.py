@@ -8,10 +8,10 @@ from the last checkpoint after Ctrl-C, from the step at hand after SIGTERM.
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 from pathlib import Path
 import signal
@@ -44,7 +44,7 @@ class Result:
 
   Attributes:
     recipe: its name.
-    validation_loss: at the end, nats a token.
+    validation_loss: at the end, nats a token; NaN if it is not finite.
     unigram_entropy: of the training tokens, nats a token.
     parameters: number of parameters.
     steps: steps taken.
@@ -144,14 +144,37 @@ def make_experiment(config: ConfigDict) -> Experiment:
   )
 
 
+def read_corpus(
+  config: ConfigDict, workdir: Path, runs: Sequence[Path]
+) -> data.Corpus:
+  """The text of an experiment.
+
+  Args:
+    config: of the experiment.
+    workdir: its folder.
+    runs: folders of runs, which may not exist, that have to read the same text.
+  """
+  data.check_apart(config.data.path, workdir, "--workdir")
+  text = data.read(config)
+  for folder in runs:
+    config_lib.check_text(config, text.identity, folder)
+  cache = Path(config.data.cache or workdir / "data")
+  return data.prepare(config, cache, text)
+
+
 def run(
-  config: ConfigDict, workdir: str | Path, *, brief: bool = False
+  config: ConfigDict,
+  workdir: str | Path,
+  *,
+  corpus: data.Corpus | None = None,
+  brief: bool = False,
 ) -> Result:
   """Trains, or continues, or returns what is finished.
 
   Args:
     config: of ``configs/``.
     workdir: a folder, new or of this very experiment.
+    corpus: what ``read_corpus`` returned, if it was called already.
     brief: whether to print the coverage's count instead of its table.
 
   Returns:
@@ -167,16 +190,19 @@ def run(
   began, workdir = time.perf_counter(), Path(workdir)
   experiment = make_experiment(config)
   config_lib.check_workdir(config, workdir)
+  if (workdir / "runs").exists():
+    raise errors.UserError(
+      f"--workdir={workdir} holds a comparison; give another --workdir."
+    )
   finished = workdir / "result.json"
   if finished.exists():
     print(f"{config.recipe}: already finished, in {workdir}")
-    return Result(**json.loads(finished.read_text()))
+    return Result(**metrics.from_json(finished.read_text()))
   table = experiment.coverage
   size = _bytes(experiment.shapes)
   files.require_space(workdir, size * (config.train.keep + 1), "checkpoints")
-  cache = Path(config.data.cache or workdir / "data")
-  corpus = data.prepare(config, cache)
-  config_lib.save(config, workdir)
+  corpus = corpus or read_corpus(config, workdir, [workdir])
+  config_lib.save(config, corpus.identity, workdir)
   files.write(workdir / "coverage.txt", f"{table}\n")
   shown = table
   if brief:
@@ -187,10 +213,11 @@ def run(
   params, compile_seconds = _train(experiment, corpus, workdir)
   records = metrics.read(workdir / "metrics.jsonl")
   last = {name: value for r in records for name, value in r.items()}
+  loss = last["validation_loss"]
   rates = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
   result = Result(
     recipe=config.recipe,
-    validation_loss=last["validation_loss"],
+    validation_loss=math.nan if loss is None else loss,
     unigram_entropy=corpus.unigram_entropy,
     parameters=_parameters(experiment),
     steps=config.train.steps,
@@ -203,7 +230,7 @@ def run(
     coverage=table,
     sample=sample.text(experiment.apply, params, corpus.tokenizer, config),
   )
-  files.write(finished, json.dumps(dataclasses.asdict(result), indent=2))
+  files.write(finished, metrics.to_json(dataclasses.asdict(result)))
   return result
 
 
@@ -376,8 +403,9 @@ def _bytes(shapes) -> int:
 def command(config: ConfigDict, workdir: Path) -> None:
   """Trains, and prints what came out."""
   result = run(config, workdir)
+  loss = metrics.shown(result.validation_loss, ".4f")
   print(
-    f"validation loss {result.validation_loss:.4f}, unigram entropy"
+    f"validation loss {loss}, unigram entropy"
     f" {result.unigram_entropy:.4f}, {result.tokens_per_second:,.0f}"
     f" tokens/s, {result.seconds:.0f} s\nsample:\n{result.sample}"
   )

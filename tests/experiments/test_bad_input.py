@@ -5,12 +5,14 @@ was there stays. Everything but the command line itself is tested in process.
 """
 
 import errno
+import json
 import os
 from pathlib import Path
 import shutil
 import subprocess
 import sys
 
+import jax
 from ml_collections import ConfigDict
 import pytest
 
@@ -18,6 +20,7 @@ from configs import base
 from experiments import checkpoint
 from experiments import compare
 from experiments import config as config_lib
+from experiments import data
 from experiments import errors
 from experiments import files
 from experiments import train
@@ -60,12 +63,63 @@ def _refused(capsys, config, workdir, command=train.command) -> str:
     ({"optimizer__warmup_fraction": 1.0}, "warmup_fraction=1.0; needed"),
     ({"optimizer__schedule": "step"}, "needed one of cosine, wsd"),
     ({"seed": -1}, "config.seed=-1"),
+    ({"data__vocab": 10**11}, "vocab=100000000000; needed a number below"),
+    ({"train__batch": 2**40}, "batch=1099511627776; needed a number below"),
+    ({"optimizer__peak_lr": float("inf")}, "peak_lr=inf; needed a finite"),
+    ({"optimizer__weight_decay": float("nan")}, "weight_decay=nan; needed"),
+    ({"optimizer__weight_decay": -0.1}, "weight_decay=-0.1; needed at least 0"),
+    ({"optimizer__b2": 2.0}, "b2=2.0; needed at least 0 and below 1"),
+    ({"optimizer__eps": -1.0}, "eps=-1.0; needed more than 0"),
+    ({"model__rope_base": 0.0}, "rope_base=0.0; needed more than 0"),
+    (
+      {"optimizer__schedule": "wsd", "optimizer__warmup_fraction": 0.9},
+      "warmup_fraction=0.9 and config.optimizer.decay_fraction=0.2 are more",
+    ),
   ],
 )
 def test_bad_configuration_writes_nothing(capsys, tmp_path, fields, words):
   sentence = _refused(capsys, make_config(**fields), tmp_path / "new")
   assert words in sentence
   assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.skipif(
+  jax.devices()[0].platform == "gpu", reason="a GPU has cuDNN attention"
+)
+def test_cudnn_needs_a_gpu(capsys, tmp_path):
+  config = make_config(model__attention="cudnn")
+  sentence = _refused(capsys, config, tmp_path / "new")
+  assert "'cudnn' needs an NVIDIA GPU, and the device is 'cpu'" in sentence
+
+
+@pytest.mark.parametrize("command", [train.command, compare.command])
+def test_folders_below_a_file(capsys, tmp_path, command):
+  file = tmp_path / "file"
+  file.write_text("mine")
+  sentence = _refused(capsys, make_config(), file / "new", command)
+  assert f"--workdir={file / 'new'}: {file} is a file" in sentence
+  config = make_config(data__cache=str(file))
+  sentence = _refused(capsys, config, tmp_path / "new", command)
+  assert f"config.data.cache={file}: {file} is a file" in sentence
+  assert not (tmp_path / "new").exists() and file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", [train.command, compare.command])
+def test_what_a_run_writes_is_no_text_of_the_next(capsys, tmp_path, command):
+  """A workdir or a cache inside the folder of the text."""
+  text = tmp_path / "text"
+  text.mkdir()
+  (text / "a.txt").write_text("one sentence\n" * 1000)
+  config = make_config(data__path=str(text))
+  sentence = _refused(capsys, config, text / "runs" / "new", command)
+  assert "lies inside config.data.path" in sentence and ".runs" in sentence
+  config = make_config(data__path=str(text), data__cache=str(text / "cache"))
+  sentence = _refused(capsys, config, tmp_path / "new", command)
+  assert "config.data.cache=" in sentence and "lies inside" in sentence
+  assert [p.name for p in text.iterdir()] == ["a.txt"]
+  assert not (tmp_path / "new").exists()
+  data.check_apart(str(text), text / ".runs", "--workdir")  # is not read
+  data.check_apart(str(text / "a.txt"), text / "runs", "--workdir")
 
 
 def test_binary_file_is_refused_by_name(capsys, tmp_path):
@@ -123,6 +177,57 @@ def test_comparison_of_another_experiment_is_left_alone(
   sentence = _refused(capsys, config, compared.workdir, compare.command)
   assert "config.model.d is 32, not 64" in sentence
   assert _snapshot(compared.workdir) == before
+
+
+def test_comparison_with_other_recipes_is_of_the_same_experiment(
+  capsys, compared, cache
+):
+  """No run in common, but the report would be replaced."""
+  before = _snapshot(compared.workdir)
+  config = make_config(
+    data__cache=cache, train__steps=20, compare__recipes=("fp8", "mxfp8")
+  )
+  sentence = _refused(capsys, config, compared.workdir, compare.command)
+  assert "config.train.steps is 10, not 20" in sentence
+  assert _snapshot(compared.workdir) == before
+
+
+def test_runs_and_comparisons_do_not_share_a_workdir(
+  capsys, compared, cache, tmp_path
+):
+  before = _snapshot(compared.workdir)
+  sentence = _refused(capsys, compared.config, compared.workdir)
+  assert "holds a comparison; give another" in sentence
+  single = compared.workdir / "runs" / "bf16"
+  sentence = _refused(capsys, compared.config, single, compare.command)
+  assert "holds a single run; give another" in sentence
+  assert _snapshot(compared.workdir) == before
+
+
+@pytest.mark.parametrize("command", [train.command, compare.command])
+def test_another_text_is_another_experiment(capsys, tmp_path, command):
+  """Files added after an interruption: tokens would change their meaning."""
+  text, workdir = tmp_path / "text", tmp_path / "run"
+  text.mkdir()
+  (text / "a.txt").write_text("one sentence\n" * 1000)
+  config = make_config(
+    recipe="none", data__path=str(text), compare__recipes=("none", "bf16")
+  )
+  run = train.run if command is train.command else compare.run
+  run(config, workdir)
+  name = "runs/none/result.json" if run is compare.run else "result.json"
+  (workdir / name).unlink()  # As if it had been killed.
+  (text / "b.txt").write_text("another one\n" * 1000)
+  before = _snapshot(workdir)
+  capsys.readouterr()
+  sentence = _refused(capsys, config, workdir, command)
+  assert "holds a run on another text" in sentence
+  assert "1 documents, 13,000 characters" in sentence
+  assert "2 documents, 25,000 characters" in sentence
+  assert _snapshot(workdir) == before
+  (text / "b.txt").unlink()
+  run(config, workdir)
+  assert (workdir / name).exists()
 
 
 def test_workdir_that_is_a_file(capsys, tmp_path):
@@ -203,6 +308,27 @@ def test_run_that_stays_non_finite_stops(capsys, tmp_path, cache):
   assert "was not finite in" in sentence and "peak_lr" in sentence
   assert len(losses(tmp_path)) < 10
   assert not (tmp_path / "result.json").exists()
+
+
+def test_validation_loss_that_is_not_finite_is_said(capsys, tmp_path, cache):
+  """Training went on, so there is a result, and it says what it is."""
+  config = make_config(
+    data__cache=cache,
+    optimizer__peak_lr=1e38,
+    train__max_skips=100,
+    compare__recipes=("none", "bf16"),
+  )
+  compare.command(config, tmp_path)
+  assert "Final validation loss: none not finite" in capsys.readouterr().out
+  results = json.loads((tmp_path / "results.json").read_text())
+  assert results["runs"]["bf16"]["validation_loss"] is None
+  assert results["runs"]["bf16"]["gap_percent"] is None
+  assert "not finite" in (tmp_path / "report.html").read_text()
+  compare.command(config, tmp_path)  # from the finished runs
+  assert "Final validation loss: none not finite" in capsys.readouterr().out
+  config.recipe = "none"
+  train.command(config, tmp_path / "runs" / "none")
+  assert "validation loss not finite," in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

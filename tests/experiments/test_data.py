@@ -166,6 +166,7 @@ def _corpus(batches: int, config) -> data.Corpus:
     unigram_entropy=0.0,
     documents=1,
     skipped=(),
+    identity={},
   )
 
 
