@@ -19,10 +19,13 @@ def blocks(language: str) -> list[str]:
 
 def test_python_blocks_run():
   namespace: dict = {}
-  assert len(blocks("python")) == 3
+  assert len(blocks("python")) == 4
   for block in blocks("python"):
     exec(compile(block, "README.md", "exec"), namespace)
   assert np.isfinite(namespace["loss"])
+  unrotated = namespace["unrotated"]
+  assert unrotated.wgrad.lhs.rht is None and unrotated.wgrad.rhs.rht is None
+  assert unrotated.fprop == namespace["paper"].fprop
   linear = [r for r in coverage_rows(namespace) if r.path]
   assert {r.fprop for r in linear} == {
     "as written",
