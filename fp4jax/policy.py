@@ -9,14 +9,13 @@ import collections
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
-import difflib
 import functools
 import itertools
 import math
 import numbers
-import re
 
 from fp4jax import errors
+from fp4jax import globs
 from fp4jax import recipes
 
 Layers = int | slice | frozenset[int] | None
@@ -200,46 +199,6 @@ class Decision:
 _LEFT = recipes.bf16()
 
 
-@functools.lru_cache(maxsize=1024)
-def _regex(glob: str) -> re.Pattern:
-  """Compiles a path glob."""
-  parts = glob.split("/")
-  text = ""
-  for i, part in enumerate(parts):
-    last = i == len(parts) - 1
-    if part == "**":
-      text += "(?:[^/]+(?:/[^/]+)*)?" if last else "(?:[^/]+/)*?"
-      continue
-    piece = re.escape(part)
-    piece = piece.replace(r"\{layer\}", r"(?P<layer>\d+)")
-    piece = piece.replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
-    piece = re.sub(
-      r"\\\[(.*?)\\\]",
-      lambda m: "[" + m.group(1).replace("\\-", "-") + "]",
-      piece,
-    )
-    text += piece
-    # "a/**" also matches "a" itself.
-    text += "" if last else "(?:/|$)" if parts[i + 1 :] == ["**"] else "/"
-  try:
-    return re.compile(text)
-  except re.error as e:
-    raise ValueError(
-      f"Rule: path={glob!r} is no valid pattern ({e}); use *, **, [0-2] and"
-      " one {layer}."
-    ) from e
-
-
-def matches(glob: str, path: str) -> re.Match | None:
-  """The match of a whole path, or None.
-
-  >>> matches("**/blocks_{layer}/**", "params/blocks_3/up/kernel")["layer"]
-  '3'
-  >>> matches("**/up/**", "params/upper/kernel")
-  """
-  return _regex(glob).fullmatch(path)
-
-
 def _layers_text(layers: Layers) -> str:
   if isinstance(layers, slice):
     bounds = [layers.start, layers.stop] + ([layers.step] * bool(layers.step))
@@ -274,7 +233,7 @@ def _layer_indices(rule: Rule, site) -> list[tuple] | None:
   """The stack and layer of each of a site's positions; None without a match."""
   for glob in rule.paths:
     for path in site.paths:
-      match = matches(glob, path)
+      match = globs.matches(glob, path)
       if match is None:
         continue
       if match.groupdict().get("layer") is not None:
@@ -378,11 +337,11 @@ def _check_harmless(rule, sites, parameters, layers):
   """Raises unless an unused rule leaves alone what no GEMM reads anyway."""
   named = [p for s in sites for p in s.paths]
   unread = [p for p in parameters if p not in named]
-  hit = any(matches(glob, path) for glob in rule.paths for path in unread)
+  hit = any(globs.matches(glob, path) for glob in rule.paths for path in unread)
   leaves = rule.recipe is None and rule.layers is None
   if hit and leaves and not rule.argument:
     return
-  matched = [p for p in named if any(matches(g, p) for g in rule.paths)]
+  matched = [p for p in named if any(globs.matches(g, p) for g in rule.paths)]
   if matched and not layers:
     raise errors.PolicyError(
       f"rule {rule} matches {matched[0]}, which has no layer index; capture"
@@ -399,28 +358,13 @@ def _check_harmless(rule, sites, parameters, layers):
     fix = f"name them with {rule.argument}= of the preset"
   if rule.argument == "heads":
     fix += ", or pass heads=() where there are none"
-  globs = ", ".join(map(repr, rule.paths)) if _few(rule.paths) else ""
-  shown = f" ({globs})" if globs and globs not in str(rule) else ""
+  given = ", ".join(map(repr, rule.paths)) if globs.few(rule.paths) else ""
+  shown = f" ({given})" if given and given not in str(rule) else ""
   count = sum(site.positions for site in sites)
   raise errors.PolicyError(
     f"rule {rule}{shown} matches none of the model's {count} linear layers;"
-    f" {_better(rule.paths, named)}; {fix}."
+    f" {globs.suggestion(rule.paths, named)}; {fix}."
   )
-
-
-def _few(globs: Sequence[str]) -> bool:
-  """Whether globs are somebody's own, not a preset's long list."""
-  return len(globs) < 4
-
-
-def _better(globs: Sequence[str], paths: Sequence[str]) -> str:
-  """A glob that matches, or the paths most like one that does not."""
-  nearest = f"the nearest are {_nearest(globs[0], paths)}"
-  for core in (glob.strip("*/") for glob in globs if _few(globs)):
-    for glob in (f"**/{core}/**", f"**/*{core}*/**"):
-      if core and any(matches(glob, path) for path in paths):
-        return f'did you mean "{glob}"? {nearest[0].upper()}{nearest[1:]}'
-  return nearest
 
 
 def _no_site(others: Sequence) -> str:
@@ -464,21 +408,6 @@ def _nothing_quantised(policy: Policy, sites, layers: int) -> str:
       " fp4jax.policies.bf16()."
     )
   return (
-    f"{text} (nearest: {_nearest(named[0], named)}); narrow those rules, or"
-    " use fp4jax.policies.bf16()."
+    f"{text} (nearest: {globs.nearest(named[0], named)}); narrow those rules,"
+    " or use fp4jax.policies.bf16()."
   )
-
-
-def _nearest(glob: str, paths: Sequence[str], count: int = 3) -> str:
-  """The paths most like a glob, for error messages."""
-  plain = re.sub(r"[*?{}\[\]]|layer", "", glob).strip("/")
-  paths = list(dict.fromkeys(paths))
-
-  def likeness(path):
-    pieces = [*path.split("/"), path]
-    return max(
-      difflib.SequenceMatcher(None, plain, piece).ratio() for piece in pieces
-    )
-
-  best = sorted(paths, key=likeness, reverse=True)[:count]
-  return ", ".join(best) if best else "(it has none)"

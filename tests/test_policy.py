@@ -25,6 +25,7 @@ from fp4jax import Operand
 from fp4jax import Policy
 from fp4jax import Recipe
 from fp4jax import Rule
+from fp4jax import globs
 from fp4jax import policies
 from fp4jax import policy as policy_lib
 from fp4jax import recipes
@@ -93,13 +94,13 @@ def left_alone(rules, sites, default=RNE, **kwargs):
   ],
 )
 def test_globs(glob, path, expected):
-  assert bool(policy_lib.matches(glob, path)) == expected
+  assert bool(globs.matches(glob, path)) == expected
 
 
 def test_layer_captures_an_integer():
-  match = policy_lib.matches("**/b_{layer}/**", "params/b_12/up/kernel")
+  match = globs.matches("**/b_{layer}/**", "params/b_12/up/kernel")
   assert match["layer"] == "12"
-  assert policy_lib.matches("**/b_{layer}/**", "params/b_x/up/kernel") is None
+  assert globs.matches("**/b_{layer}/**", "params/b_x/up/kernel") is None
 
 
 # Layers
