@@ -8,7 +8,7 @@ Expected: validation losses 3.161 (BF16) and 3.165 (NVFP4), where a model that
   ignores the context has 5.829; gap +0.12 %. An earlier version of the
   arithmetic gave -0.5 % with the same seed. Another Python version has other
   sources, so the digits differ.
-Cost: 2.4 to 4.7 minutes on 2 shared CPU cores (2026-12-01), with installation.
+Cost: 2.4 to 4.7 minutes on 2 shared CPU cores (2026-12-02), with installation.
 """
 
 from configs import base

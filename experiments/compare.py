@@ -52,7 +52,7 @@ def run(
   for name in recipes:
     folder = _folder(workdir, name)
     result = train.run(configs[name], folder, corpus=corpus, brief=True)
-    records = metrics.read(_folder(workdir, name) / "metrics.jsonl")
+    records = metrics.read(folder / "metrics.jsonl")
     runs.append(report.Run(result=result, records=records))
   comparison = report.Comparison(
     runs=tuple(runs),

@@ -189,8 +189,8 @@ def captions(comparison: Comparison) -> dict[str, str]:
     "speed": (
       "Median speed of the training steps, compilation left out, on"
       f" {comparison.versions['device']}; FP4 arithmetic is emulated, so this"
-      " is not the speed of FP4 hardware. On a CPU, XLA multiplies BF16"
-      " matrices more slowly than FP32 ones: BF16 is no yardstick there."
+      " is not the speed of FP4 hardware. On a CPU,"
+      " BF16 arithmetic is slower than FP32: BF16 is no yardstick there."
     ),
   }
 

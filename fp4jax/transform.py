@@ -59,8 +59,8 @@ def quantize(
   Raises:
     PolicyError: when called, if the policy does not fit the model.
     MissingKeyError: when differentiated without a key that the recipe needs.
-    ValueError: ``policy`` is no ``Policy``, or ``model_fn`` no function: a
-      module, or quantised already.
+    ValueError: ``policy`` is no ``Policy``, or ``model_fn`` no function of its
+      parameters: a module, its class or bound method, or quantised already.
 
   >>> import fp4jax, jax, jax.numpy as jnp
   >>> f = fp4jax.quantize(lambda w, x: x @ w, fp4jax.policies.all_linear())
