@@ -11,6 +11,7 @@ What the backward pass keeps is the quantised operands of its own GEMMs, made
 in the forward pass from the same high-precision arrays.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -99,6 +100,35 @@ def dot(
   >>> y.shape, round(float(y[0, 0]), 4)
   ((16, 8), 3.0)
   """
+  asked = product(
+    lhs,
+    rhs,
+    dimension_numbers,
+    recipe=recipe,
+    key=key,
+    weight=weight,
+    precision=precision,
+    preferred_element_type=preferred_element_type,
+    backend=backend,
+    site=site,
+  )
+  return multiply([asked])[0]
+
+
+def product(
+  lhs,
+  rhs,
+  dimension_numbers,
+  *,
+  recipe,
+  key,
+  weight,
+  precision,
+  preferred_element_type,
+  backend,
+  site,
+) -> "Product":
+  """What ``dot`` is asked for, checked and not yet computed."""
   for name, x in (("lhs", lhs), ("rhs", rhs)):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       raise ValueError(
@@ -119,20 +149,92 @@ def dot(
     lhs,
     rhs,
   )
-  spec = Spec(recipe, out.dtype, precision, site, backend)
-  streams = None if key is None else operand_streams(key)
+  return Product(
+    lhs,
+    rhs,
+    dimension_numbers,
+    weight,
+    None if key is None else operand_streams(key),
+    Spec(recipe, out.dtype, precision, site, backend),
+  )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Product:
+  """One ``dot_general`` of a weight with another operand, not yet computed.
+
+  Attributes:
+    lhs: left operand.
+    rhs: right operand.
+    dimension_numbers: of ``lax.dot_general``.
+    weight: "lhs" or "rhs".
+    streams: random streams of its operands, None without a key.
+    spec: how it is quantised.
+  """
+
+  lhs: Any
+  rhs: Any
+  dimension_numbers: Any
+  weight: str
+  streams: rounding.Streams | None
+  spec: Spec
+
+
+def multiply(products: Sequence[Product]) -> list:
+  """Products that share their activations, which are quantised once.
+
+  Args:
+    products: of one recipe and backend, their operands besides the weight equal
+      in value and in ``x_axes``; more than one only where ``shares`` says so.
+
+  Returns:
+    What ``lax.dot_general`` returns, of each.
+  """
+  xs, ws, shapes = [], [], []
+  for p in products:
+    (lc, rc), (lb, rb) = p.dimension_numbers
+    x, w, wc, wb = p.rhs, p.lhs, lc, lb
+    if p.weight == "rhs":
+      x, w, wc, wb = p.lhs, p.rhs, rc, rb
+    xb, xc = x_axes(p.dimension_numbers, p.weight)
+    x, batch, m = _k_major(x, xb, xc)
+    w, _, n = _k_major(w, wb, sorted(wc))
+    xs.append(x)
+    ws.append(w)
+    shapes.append((batch, m, n))
+  streams = tuple(p.streams for p in products)
+  specs = tuple(p.spec for p in products)
+  # Last first: so JAX adds the gradients of x in the order of single products.
+  ys = _linears(*(v[::-1] for v in (tuple(xs), tuple(ws), streams, specs)))
+  out = []
+  for p, y, (batch, m, n) in zip(products, ys[::-1], shapes, strict=True):
+    if p.weight == "rhs":
+      out.append(y.reshape(*batch, *m, *n))
+    else:
+      out.append(jnp.swapaxes(y, -1, -2).reshape(*batch, *n, *m))
+  return out
+
+
+def x_axes(dimension_numbers, weight: str) -> tuple[tuple, tuple]:
+  """Batch and contracted axes of the operand that is not the weight.
+
+  Contracted axes come in the order that they have in the weight.
+  """
   (lc, rc), (lb, rb) = dimension_numbers
-  if weight == "rhs":
-    x, w, xc, wc, xb, wb = lhs, rhs, lc, rc, lb, rb
-  else:
-    x, w, xc, wc, xb, wb = rhs, lhs, rc, lc, rb, lb
+  xc, wc, xb = (lc, rc, lb) if weight == "rhs" else (rc, lc, rb)
   order = sorted(range(len(wc)), key=lambda i: wc[i])
-  x2, batch, m = _k_major(x, xb, [xc[i] for i in order])
-  w2, _, n = _k_major(w, wb, [wc[i] for i in order])
-  y = _linear(x2, w2, streams, spec)
-  if weight == "rhs":
-    return y.reshape(*batch, *m, *n)
-  return jnp.swapaxes(y, -1, -2).reshape(*batch, *n, *m)
+  return tuple(xb), tuple(xc[i] for i in order)
+
+
+def shares(recipe: recipes.Recipe) -> bool:
+  """Whether products of one operand may quantise it once.
+
+  They may unless it is rounded stochastically: each has a stream of its own.
+  """
+  gemms = recipe.fprop, recipe.wgrad
+  return recipe.quantises and not any(
+    gemm is not None and gemm.lhs.rounding == "sr" for gemm in gemms
+  )
 
 
 def _k_major(x, batch, contract):
@@ -162,7 +264,8 @@ def once_differentiable(function):
   """
   rule = jax.custom_vjp(function, nondiff_argnums=(0,))
 
-  def refuse(spec, *unused):
+  def refuse(specs, *unused):
+    spec = specs[0] if isinstance(specs, tuple) else specs
     raise errors.UnsupportedError(
       f"site {spec.site}: a second derivative through recipe"
       f" {spec.recipe.name} was asked for, but only first derivatives are"
@@ -175,32 +278,44 @@ def once_differentiable(function):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linear(x, w, streams, spec):
-  check_key(streams, spec, ("fprop",))
-  gemm = spec.recipe.fprop
-  (xq,) = gemm_operands(x, [Use(gemm and gemm.lhs, X)], streams, spec)
-  (wq,) = gemm_operands(w, [Use(gemm and gemm.rhs, W)], streams, spec)
-  return _gemm(xq, wq, spec.out_dtype, spec)
+def _linears(xs, ws, streams, specs):
+  """The products of equal xs [*batch, m, k] with ws, [*batch, n, k] each."""
+  for stream, spec in zip(streams, specs, strict=True):
+    check_key(stream, spec, ("fprop",))
+  gemm = specs[0].recipe.fprop
+  use = Use(gemm and gemm.lhs, X)
+  (xq,) = gemm_operands(xs[0], [use], streams[0], specs[0])
+  ys = []
+  for w, stream, spec in zip(ws, streams, specs, strict=True):
+    (wq,) = gemm_operands(w, [Use(gemm and gemm.rhs, W)], stream, spec)
+    ys.append(_gemm(xq, wq, spec.out_dtype, spec))
+  return ys
 
 
 @once_differentiable
-def _linear_forward(spec, x, w, streams):
-  fprop, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
+def _linears_forward(specs, xs, ws, streams):
+  fprop, dgrad, wgrad = (getattr(specs[0].recipe, g) for g in recipes.GEMMS)
   uses = Use(fprop and fprop.lhs, X), Use(wgrad and wgrad.lhs, XT, kept=True)
-  xq, xt = gemm_operands(x, uses, streams, spec)
-  uses = Use(fprop and fprop.rhs, W), Use(dgrad and dgrad.rhs, WT, kept=True)
-  wq, wt = gemm_operands(w, uses, streams, spec)
-  return _gemm(xq, wq, spec.out_dtype, spec), (xt, wt)
+  xq, xt = gemm_operands(xs[0], uses, streams[0], specs[0])
+  ys, wts = [], []
+  for w, stream, spec in zip(ws, streams, specs, strict=True):
+    uses = Use(fprop and fprop.rhs, W), Use(dgrad and dgrad.rhs, WT, kept=True)
+    wq, wt = gemm_operands(w, uses, stream, spec)
+    ys.append(_gemm(xq, wq, spec.out_dtype, spec))
+    wts.append(wt)
+  return ys, (xt, tuple(wts))
 
 
-def _linear_fwd(x, w, streams, spec):
-  check_key(streams, spec, recipes.GEMMS)
-  y, kept = _linear_forward(spec, x, w, streams)
-  return y, (*named(kept), streams)
+def _linears_fwd(xs, ws, streams, specs):
+  for stream, spec in zip(streams, specs, strict=True):
+    check_key(stream, spec, recipes.GEMMS)
+  ys, kept = _linears_forward(specs, xs, ws, streams)
+  return ys, (*named(kept), streams)
 
 
-def _linear_bwd(spec, residuals, g):
-  return *_linear_gradients(spec, residuals, g), no_gradient(residuals[-1])
+def _linears_bwd(specs, residuals, gs):
+  gradients = _linears_gradients(specs, residuals, gs)
+  return *gradients, no_gradient(residuals[-1])
 
 
 def no_gradient(integers):
@@ -209,17 +324,19 @@ def no_gradient(integers):
 
 
 @once_differentiable
-def _linear_gradients(spec, residuals, g):
-  xt, wt, streams = residuals
-  _, dgrad, wgrad = (getattr(spec.recipe, g) for g in recipes.GEMMS)
+def _linears_gradients(specs, residuals, gs):
+  xt, wts, streams = residuals
+  _, dgrad, wgrad = (getattr(specs[0].recipe, g) for g in recipes.GEMMS)
   uses = Use(dgrad and dgrad.lhs, G), Use(wgrad and wgrad.rhs, GT)
-  gq, gt = gemm_operands(g, uses, streams, spec)
-  dx = _gemm(gq, wt, xt.array.dtype, spec)
-  dw = _gemm(gt, xt, wt.array.dtype, spec)
-  return dx, dw
+  dxs, dws = [], []
+  for wt, stream, spec, g in zip(wts, streams, specs, gs, strict=True):
+    gq, gt = gemm_operands(g, uses, stream, spec)
+    dxs.append(_gemm(gq, wt, xt.array.dtype, spec))
+    dws.append(_gemm(gt, xt, wt.array.dtype, spec))
+  return tuple(dxs), tuple(dws)
 
 
-_linear.defvjp(_linear_fwd, _linear_bwd)
+_linears.defvjp(_linears_fwd, _linears_bwd)
 
 
 @functools.partial(

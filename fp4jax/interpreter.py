@@ -8,6 +8,7 @@ JAX goes on working.
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -22,8 +23,13 @@ from fp4jax import dataflow
 from fp4jax import policy
 from fp4jax import ragged
 from fp4jax import rounding
+from fp4jax import siblings
 from fp4jax.dot import OPERANDS
-from fp4jax.dot import dot
+from fp4jax.dot import Product
+from fp4jax.dot import multiply
+from fp4jax.dot import product
+from fp4jax.dot import shares
+from fp4jax.dot import x_axes
 
 
 class Keys(NamedTuple):
@@ -113,17 +119,49 @@ class _Interpreter:
     def read(atom):
       return atom.val if _jax.is_literal(atom) else env[atom]
 
-    for i, eqn in enumerate(jaxpr.eqns):
-      id = (*prefix, i)
-      values = [read(atom) for atom in eqn.invars]
+    def write(eqn, outs):
+      env.update(zip(eqn.outvars, outs, strict=True))
+
+    for group in self._schedule(jaxpr, prefix, layers):
+      eqns = [jaxpr.eqns[i] for i in group]
+      inputs = [[read(atom) for atom in eqn.invars] for eqn in eqns]
+      ids = [(*prefix, i) for i in group]
+      if len(group) > 1:
+        with _jax.provenance(eqns[0]):
+          products = map(
+            functools.partial(self._product, keys=keys, layers=layers),
+            eqns,
+            inputs,
+            ids,
+          )
+          for eqn, out in zip(eqns, multiply([*products]), strict=True):
+            write(eqn, [out])
+        continue
+      ((eqn, values, id),) = zip(eqns, inputs, ids, strict=True)
       if self.plan.below(id):
         rule = getattr(self, "_" + _jax.kind(eqn))
         with _jax.provenance(eqn):
-          outs = rule(eqn, values, id, keys, layers)
+          write(eqn, rule(eqn, values, id, keys, layers))
       else:
-        outs = _jax.bind(eqn, values)
-      env.update(zip(eqn.outvars, outs, strict=True))
+        write(eqn, _jax.bind(eqn, values))
     return [read(atom) for atom in jaxpr.outvars]
+
+  def _schedule(self, jaxpr, prefix, layers):
+    """Equations in order, linear layers of one operand together."""
+    names = siblings.names(jaxpr)
+    operands = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+      id = (*prefix, i)
+      if id not in self.plan.sites or _jax.kind(eqn) != "dot_general":
+        continue
+      recipe = self._recipe(id, layers)
+      if shares(recipe):
+        weight = self.plan.sites[id].weight
+        assert weight is not None  # a site of the plan is a linear layer
+        x = eqn.invars[weight == "lhs"]
+        axes = x_axes(eqn.params["dimension_numbers"], weight)
+        operands[i] = (names.get(x, x), axes, recipe)
+    return siblings.schedule(jaxpr, operands)
 
   def _recipe(self, id, layers):
     position = 0
@@ -142,17 +180,20 @@ class _Interpreter:
     return function
 
   def _dot_general(self, eqn, values, id, keys, layers):
-    recipe = self._recipe(id, layers)
-    if not recipe.quantises:
+    if not self._recipe(id, layers).quantises:
       return _jax.bind(eqn, values)
+    return multiply([self._product(eqn, values, id, keys, layers)])
+
+  def _product(self, eqn, values, id, keys, layers) -> Product:
+    """A quantised site as a product to evaluate."""
     params = eqn.params
     site = self.plan.sites[id]
     lhs, rhs = values
-    out = dot(
+    return product(
       lhs,
       rhs,
       params["dimension_numbers"],
-      recipe=recipe,
+      recipe=self._recipe(id, layers),
       key=None if keys is None else keys.streams(self.numbers[id]),
       weight=site.weight,
       precision=params["precision"],
@@ -160,7 +201,6 @@ class _Interpreter:
       backend=self.plan.backend,
       site=site.path,
     )
-    return [out]
 
   def _ragged_dot_general(self, eqn, values, id, keys, layers):
     recipe = self._recipe(id, layers)
