@@ -1,9 +1,10 @@
 """Linear layers that read one operand, brought together to quantise it once.
 
 Query, key and value projections, and the gate and up projections of a gated
-feed-forward, read the same activations. Quantised apart, these would be
-quantised, and kept for the backward pass, once a layer; XLA does not find the
-copies.
+feed-forward, read the same activations. Quantised apart, each would quantise
+them, and keep a copy for the backward pass.
+
+``interpreter`` is built on it; it imports ``_jax`` alone and changes no jaxpr.
 """
 
 from collections.abc import Hashable

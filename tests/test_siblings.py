@@ -6,6 +6,7 @@ order in which JAX adds the gradients of the shared operand included.
 
 from flax import linen
 import jax
+from jax.experimental import io_callback
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from fp4jax import Gemm
 from fp4jax import Operand
 from fp4jax import Recipe
 from fp4jax import _jax
-from fp4jax import dot as dot_function
 from fp4jax import policies
 from fp4jax import recipes
 from fp4jax import rounding
@@ -40,7 +40,7 @@ def apart(x, w, site, recipe):
   """A product as a site of its own, its input kept by itself."""
   words = rounding.site_keys(KEY, *np.indices((8, 6), np.uint32))
   streams = rounding.Streams(words, jnp.uint32(site), jnp.uint32(0))
-  return dot_function(
+  return fp4jax.dot(
     x, w, NUMBERS, recipe=recipe, key=streams, preferred_element_type=x.dtype
   )
 
@@ -83,7 +83,7 @@ def test_bits_are_those_of_products_apart(name):
 
 
 def kept(f, *args):
-  """Bytes of 8-bit arrays that the backward pass keeps."""
+  """Bytes of uint8 arrays, codes and scales, that the backward pass keeps."""
   _, vjp = jax.vjp(lambda *args: f(*args, fp4_key=KEY), *args)
   leaves = jax.tree.leaves(vjp)
   return sum(leaf.nbytes for leaf in leaves if leaf.dtype == jnp.uint8)
@@ -126,7 +126,7 @@ def test_stochastic_inputs_have_streams_of_their_own():
 
 
 def scheduled(function, *args):
-  """The primitives of each group, by the operands of products."""
+  """How many products each group of products has, in order."""
   jaxpr, _ = _jax.open_jaxpr(jax.make_jaxpr(function)(*args))
   names = siblings.names(jaxpr)
   operands = {
@@ -175,7 +175,7 @@ def test_effects_are_not_moved():
 
   def ordered(x, w):
     y = x @ w
-    v = jax.experimental.io_callback(lambda w: w, w, w, ordered=True)
+    v = io_callback(lambda w: w, w, w, ordered=True)
     return y, x @ v
 
   assert scheduled(printing, x, jnp.ones((K, K))) == [2]
