@@ -1,6 +1,11 @@
-"""The train step that the benchmarks time."""
+"""The train step that the benchmarks time, and where its time goes."""
 
+import collections
 from collections.abc import Callable
+from collections.abc import Iterable
+from pathlib import Path
+import re
+import tempfile
 
 import jax
 import optax
@@ -33,3 +38,48 @@ def train_step(apply: Callable, keyed: bool) -> Callable:
     return value, optax.apply_updates(variables, updates), opt_state
 
   return step
+
+
+def profile(run: Callable[[], object], steps: int) -> dict:
+  """``time_by_kernel`` of a GPU on which ``run`` takes some steps.
+
+  Args:
+    run: takes ``steps`` steps and waits for them.
+    steps: how many.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      run()
+    (trace,) = Path(folder).glob("**/*.xplane.pb")
+    data = jax.profiler.ProfileData.from_file(str(trace))
+    events = [
+      (event.name, event.duration_ns)
+      for plane in data.planes
+      if "GPU" in plane.name
+      for line in plane.lines
+      if "Stream" in line.name
+      for event in line.events
+    ]
+  return time_by_kernel(events, steps)
+
+
+def time_by_kernel(events: Iterable[tuple[str, float]], steps: int) -> dict:
+  """Milliseconds and launches a step of each kernel, the longest first.
+
+  Args:
+    events: names of launches, and nanoseconds that they took.
+    steps: steps that they were part of.
+  """
+  taken: dict[str, float] = collections.defaultdict(float)
+  launches: collections.Counter[str] = collections.Counter()
+  for name, nanoseconds in events:
+    kernel = re.sub(r"[._]?\d*$", "", name)  # XLA numbers what it has copied
+    taken[kernel] += nanoseconds
+    launches[kernel] += 1
+  return {
+    kernel: {
+      "ms": round(nanoseconds / 1e6 / steps, 4),
+      "launches": launches[kernel] / steps,
+    }
+    for kernel, nanoseconds in sorted(taken.items(), key=lambda t: -t[1])
+  }

@@ -3,28 +3,26 @@
 python -m experiments.bench_kernels --rows=8192 --columns=8192 \
   --json=/tmp/kernels.jsonl
 
-Times kernels by CUPTI on the GPU it runs on, medians over repetitions, operands
+Times kernels by CUPTI on the GPU it runs on, means over repetitions, operands
 of random numbers. The byte floor of a kernel is what it must read and write, at
 the bandwidth of --bandwidth. XLA's own amax and negation are timed in the same
-run, and a device copy of 2 GiB, by the host: CUPTI lists kernels only.
+run, and a device copy of 2 GiB.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
 import json
-import statistics
 import sys
-import time
 from typing import Any
 
 from absl import app
 from absl import flags
 import jax
-from jax.experimental.mosaic.gpu import profiler
 import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from experiments import bench
 import fp4jax
 from fp4jax import Operand
 from fp4jax import Rht
@@ -139,24 +137,18 @@ def by_reference(operand):
 
 
 def microseconds(function, args) -> float:
-  """Median time on the GPU of all kernels that a call launches."""
-  timed = profiler.measure(jax.jit(function), iterations=_REPEATS.value)
-  _, milliseconds = timed(*args)
-  if milliseconds is None:
+  """Mean time on the GPU of all that a call launches."""
+  function = jax.jit(function)
+  jax.block_until_ready(function(*args))
+
+  def run():
+    for _ in range(_REPEATS.value):
+      jax.block_until_ready(function(*args))
+
+  taken = bench.profile(run, _REPEATS.value)
+  if not taken:
     raise RuntimeError("bench_kernels: CUPTI saw no kernel; is it installed?")
-  return 1e3 * statistics.median(milliseconds)
-
-
-def copy_bandwidth(size: int = 2**30) -> tuple[float, float]:
-  """Median microseconds and TB/s of device copies of a BF16 array."""
-  x = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
-  times = []
-  for _ in range(_REPEATS.value + 1):
-    start = time.perf_counter()
-    jax.block_until_ready(jnp.copy(x))
-    times.append(1e6 * (time.perf_counter() - start))
-  us = statistics.median(times[1:])
-  return us, 2 * x.nbytes / us / 1e6
+  return 1e3 * sum(kernel["ms"] for kernel in taken.values())
 
 
 def main(argv: Sequence[str]) -> None:
@@ -181,7 +173,9 @@ def main(argv: Sequence[str]) -> None:
   title = ", ".join(f"{k} {v}" for k, v in run.items())
   table = Table("kernel", "µs", "TB/s", "% of the byte floor", title=title)
   lines: list[dict] = []
-  us, rate = copy_bandwidth()
+  x2 = jax.random.normal(jax.random.key(0), (2**30,), jnp.bfloat16)
+  us = microseconds(jnp.copy, (x2,))
+  rate = 2 * x2.nbytes / us / 1e6
   share = 100 * rate / _BANDWIDTH.value
   table.add_row(
     "device copy, 2 GiB", f"{us:.1f}", f"{rate:.2f}", f"{share:.1f}"

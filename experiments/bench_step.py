@@ -5,12 +5,14 @@ python -m experiments.bench_step --layers=24 --d=2048 --ffn=8192 --heads=16 \
 
 Prints a JSON line a variant: the model as written ("none"), and under recipes
 with every linear layer of the blocks quantised. Times are medians over steps of
-random tokens; the optimizer is AdamW in float32.
+random tokens; the optimizer is AdamW in float32. ``--profile`` adds, on a GPU,
+the milliseconds and launches a step of each kernel.
 """
 
 from collections.abc import Sequence
 import json
 import statistics
+import sys
 import time
 
 from absl import app
@@ -33,7 +35,11 @@ _CUDNN = flags.DEFINE_bool("cudnn", False, "Attention by cuDNN.")
 _REMAT = flags.DEFINE_bool("remat", False, "Recompute blocks.")
 _STEPS = flags.DEFINE_integer("steps", 10, "Steps that are timed.")
 _RECIPES = flags.DEFINE_list("recipes", ["none", "nvfp4"], "Variants.")
+_PROFILE = flags.DEFINE_bool("profile", False, "Time of each kernel.")
 _BACKEND = flags.DEFINE_string("backend", None, "Backend of the recipes.")
+
+
+_PROFILED = 2  # steps
 
 
 def variant(name: str, net) -> tuple:
@@ -74,6 +80,18 @@ def measure(name: str, net) -> dict:
     seconds.append(time.perf_counter() - start)
   median = statistics.median(seconds[2:])
   stats = jax.devices()[0].memory_stats() or {}
+  kernels: dict = {}
+  if _PROFILE.value:
+
+    def run():
+      nonlocal params, opt_state
+      for i in range(_PROFILED):
+        loss, params, opt_state = compiled(
+          params, opt_state, tokens, jax.random.key(i)
+        )
+      jax.block_until_ready(loss)
+
+    kernels["kernels"] = bench.profile(run, _PROFILED)
   return {
     "recipe": name,
     "step_ms": round(1e3 * median, 2),
@@ -88,12 +106,19 @@ def measure(name: str, net) -> dict:
     "steps": _STEPS.value,
     "device": jax.devices()[0].device_kind,
     "jax": jax.__version__,
+    **kernels,
   }
 
 
 def main(argv: Sequence[str]) -> None:
   """Prints a JSON line a variant."""
   del argv
+  device = jax.devices()[0]
+  if _PROFILE.value and device.platform != "gpu":
+    sys.exit(
+      f"bench_step: --profile needs an NVIDIA GPU, the device is"
+      f" {device.device_kind!r}; leave it out."
+    )
   net = transformer.Transformer(
     vocab=_VOCAB.value,
     layers=_LAYERS.value,

@@ -158,8 +158,8 @@ def _quantize(x, batch, streams, rows, columns, interpret, native):
   if not square or columns is not None:
     plain, rotated = _amax(x, rotation, params)
   if rows is not None and rows.operand.rht:  # no recipe of ours does
-    turned = hadamard.rht(scaling.read(x), rows.operand.rht)
-    along = scaling.operand_amax(scaling.magnitude(turned))
+    turned = hadamard.rht(scaling.read(x), rht=rows.operand.rht)
+    along = scaling.operand_amax(scaling.magnitude(turned.astype(jnp.float32)))
   else:
     along = plain
   requests = rows, columns

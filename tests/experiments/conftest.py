@@ -60,3 +60,10 @@ def compared(tmp_path_factory, cache) -> Compared:
       ["--config=configs/tiny.py", "--config.seed=0", "--workdir=A B"],
     )
   return Compared(comparison, workdir, config, output.getvalue())
+
+
+def pytest_collection_modifyitems(items):
+  """One worker runs the tests of what is trained once a session."""
+  for item in items:
+    if "compared" in getattr(item, "fixturenames", ()):
+      item.add_marker(pytest.mark.xdist_group("compared"))
