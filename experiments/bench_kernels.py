@@ -29,6 +29,7 @@ from fp4jax import Rht
 from fp4jax import block_scaled
 from fp4jax import kernels
 from fp4jax import rounding
+from fp4jax import scaling
 from pallas_kernels import amax
 from pallas_kernels import decode
 from pallas_kernels import quantize
@@ -109,7 +110,7 @@ def cases(x) -> dict[str, tuple[Callable, tuple, float]]:
 
 def kernel_scalars(x):
   """What a kernel is told of an operand's amax."""
-  scale = block_scaled.two_level_scale(
+  scale = scaling.two_level_scale(
     jnp.max(jnp.abs(x)).astype(jnp.float32), Operand()
   )
   smallest = jnp.float32(2.0**-100)

@@ -7,11 +7,11 @@ from fp4jax import recipes as recipes
 from fp4jax.block_scaled import BlockScaled as BlockScaled
 from fp4jax.block_scaled import quantize_array as quantize_array
 from fp4jax.coverage import Coverage as Coverage
-from fp4jax.dot import RESIDUAL as RESIDUAL
 from fp4jax.dot import dot as dot
 from fp4jax.errors import MissingKeyError as MissingKeyError
 from fp4jax.errors import PolicyError as PolicyError
 from fp4jax.errors import UnsupportedError as UnsupportedError
+from fp4jax.operands import RESIDUAL as RESIDUAL
 from fp4jax.policy import Policy as Policy
 from fp4jax.policy import Rule as Rule
 from fp4jax.recipes import Gemm as Gemm

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from fp4jax import _jax
 from fp4jax import formats
@@ -212,56 +211,50 @@ def rotated_shape(shape, rht):
 def _quantize(x, stream, *, operand, axis, codes, decoded, packed):
   """Codes, block scale codes, tensor scale and decoded values of an operand."""
   fmt = formats.FORMATS[operand.format]
-  x = jnp.moveaxis(x, axis, -1)
-  x = hadamard.rht(x, rht=operand.rht) if operand.rht else x
+  x = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
+  x = hadamard.rht(x, operand.rht) if operand.rht else x
   size = x.shape[-1]
   x = hadamard.pad_last(x, fmt.block or 1)
   shape = x.shape
+  if operand.block[0] == 1 and _jax.compiles_units():
+    # One row: what works on blocks is compiled once for as many blocks.
+    x = x.reshape(*shape[:-2], 1, shape[-2] * shape[-1])
+  magnitude = scaling.magnitude(x)
+  tops = (
+    scaling.block_amax(magnitude, operand.block) if fmt.block else magnitude
+  )
+  amax = scaling.operand_amax(tops)
+  finite = jnp.isfinite(amax)
   random = None
   if operand.rounding == "sr":
     random = rounding.random_bits(stream, shape, operand.sr_bits)
-  if operand.block[0] == 1 and _jax.compiles_units():
-    # One row: what works on blocks is compiled once for as many blocks.
-    x, random = (_one_row(a) for a in (x, random))
-  elements, scales, tensor_scale, values = _quantize_blocks(
-    x,
-    random,
-    operand=dataclasses.replace(operand, rht=None),
-    codes=codes,
-    decoded=decoded,
-    packed=packed,
-  )
-  if decoded:
-    values = values.reshape(shape)[..., :size]
-  if codes:
-    elements = elements.reshape(*shape[:-1], shape[-1] // (1 + packed))
-  if scales is not None and operand.block[0] == 1:
-    scales = scales.reshape(*shape[:-1], shape[-1] // fmt.block)
-  return elements, scales, tensor_scale, values
-
-
-def _one_row(x):
-  """[*batch, m, k] to [*batch, 1, m * k]."""
-  return x if x is None else x.reshape(*x.shape[:-2], 1, -1)
-
-
-@_jax.compiled_once
-def _quantize_blocks(x, random, *, operand, codes, decoded, packed):
-  """``_quantize`` of [*batch, m, k] with whole blocks along k."""
-  fmt = formats.FORMATS[operand.format]
-  x = x.astype(jnp.float32)
-  tops = block_amax(scaling.magnitude(x), operand.block if fmt.block else None)
-  amax = scaling.operand_amax(tops)
-  candidates, encode, tensor_scale = _block_scales(tops, amax, operand)
-  elements, scales = _elements(x, random, candidates, encode, operand)
+    random = random.reshape(x.shape)
+  if fmt.block is None:
+    encode = scaling.encode_scale(amax, fmt.element.max)
+    live = finite & (amax >= scaling.SMALLEST)
+    per_element = jnp.where(live, encode, 0.0)[..., None, None]
+    elements = _encode(x, per_element, fmt.element.max, fmt, operand, random)
+    scales, decode = None, scaling.divide(1.0, encode)
+  else:
+    live = (tops >= scaling.SMALLEST) & finite[..., None, None]
+    tops = jnp.where(live, tops, 0.0)
+    if fmt.scale == "e8m0":
+      elements, scales = _microscale(x, tops, fmt, operand, random)
+      decode = jnp.ones_like(amax)
+    else:
+      elements, scales, decode = _two_level(x, amax, tops, fmt, operand, random)
   values = None
   if decoded:
     values = _values(elements, scales, fmt, operand.block[0])
-    values = values.astype(jnp.bfloat16)
+    values = values.reshape(shape)[..., :size].astype(jnp.bfloat16)
   if not codes:
-    return None, None, tensor_scale, values
-  elements = formats.pack(elements) if packed else elements
-  return elements, scales, tensor_scale, values
+    elements = scales = None
+  else:
+    elements = elements.reshape(shape)
+    elements = formats.pack(elements) if packed else elements
+    if scales is not None and operand.block[0] == 1:
+      scales = scales.reshape(*shape[:-1], shape[-1] // fmt.block)
+  return elements, scales, jnp.where(finite, decode, jnp.nan), values
 
 
 @_jax.compiled_once
@@ -281,149 +274,63 @@ def _values(codes, scales, fmt, rows):
   return _times_blocks(values, _rows(scales, rows, values))
 
 
-class TwoLevelScale(NamedTuple):
-  """What an operand's amax says about the scales of its blocks.
-
-  Attributes:
-    encode: float32 [*batch], multiplies values.
-    decode: its reciprocal, the tensor scale.
-    per_block: multiplies a block's amax, to give its scale.
-    block_max: the largest block scale.
-  """
-
-  encode: Any
-  decode: Any
-  per_block: Any
-  block_max: float
+def _encode(x, inverse, limit, fmt, operand, random):
+  """Codes of ``x * inverse``; all 0 where ``inverse`` is."""
+  if fmt.element.min_exponent < -8:  # a range that reaches FP32's subnormals
+    x = jnp.where(jnp.abs(x) < scaling.NORMAL, 0.0 * x, x)
+  scaled = jnp.where(inverse == 0, 0.0, x * inverse)
+  return formats.encode(scaled, fmt.element, random, operand.sr_bits, limit)
 
 
-def two_level_scale(amax, operand: "recipes.Operand") -> TwoLevelScale:
-  """The scales of an operand of the float32 amax [*batch]."""
-  fmt = formats.FORMATS[operand.format]
-  six = operand.four_over_six
-  block_max = 256.0 if six and fmt.scale == "e4m3" else fmt.scale_max
-  guard = operand.scale_guard
-  encode = scaling.encode_scale(amax, 6 * block_max * guard)
-  return TwoLevelScale(
-    encode,
-    scaling.divide(1.0, encode),
-    encode * np.float32(1 / (6 * guard)),
-    block_max,
-  )
+def _encode_blocks(x, inverse, limit, fmt, operand, random):
+  """``_encode`` with [*batch, m or m blocks, blocks] inverse scales."""
+  # Unfused: a scale is worked out once a block, not once an element.
+  inverse = lax.optimization_barrier(inverse)
+  spread = _spread(_rows(inverse, operand.block[0], x), x)
+  return _encode(x, spread, limit, fmt, operand, random)
 
 
-class Candidate(NamedTuple):
-  """One choice of scales for the blocks of an operand.
-
-  Attributes:
-    scales: uint8 [*batch, m or m blocks, blocks] codes; None without blocks.
-    inverse: float32, multiplies elements; 0 where codes are to be 0.
-  """
-
-  scales: Any
-  inverse: Any
-
-
-def _block_scales(tops, amax, operand: "recipes.Operand"):
-  """``_scales`` of [*batch, m or m blocks, blocks] amax."""
-  fmt = formats.FORMATS[operand.format]
-  # Operands that differ in what scales do not depend on share them.
-  operand = dataclasses.replace(
-    operand, block=(1, fmt.block or operand.block[1]), sr_bits=16
-  )
-  if fmt.scale != "restricted":
-    operand = dataclasses.replace(operand, rounding="rne")
-  if not _jax.compiles_units():
-    return _scales(tops, amax, operand=operand)
-  candidates, *rest = _scales(_one_row(tops), amax, operand=operand)
-  shaped = lambda a: a.reshape(tops.shape)
-  return jax.tree.map(shaped, candidates), *rest
-
-
-@_jax.compiled_once
-def _scales(tops, amax, *, operand):
-  """Candidates, what 4/6 compares them by, and the tensor scale.
-
-  Args:
-    tops: float32 [*batch, rows, blocks] amax of blocks, Inf for NaN.
-    amax: float32 [*batch], of the operand.
-    operand: format and rounding.
-
-  Returns:
-    The candidates, two for 4/6; float32 [*batch] S_enc, and the tensor scale,
-    NaN where the operand is not finite.
-  """
-  fmt = formats.FORMATS[operand.format]
-  finite = jnp.isfinite(amax)
-  live = (tops >= scaling.SMALLEST) & finite[..., None, None]
-  tops = jnp.where(live, tops, 0.0)
-  if fmt.scale is None:
-    encode = scaling.encode_scale(amax, fmt.element.max)
-    decode = jnp.where(finite, scaling.divide(1.0, encode), jnp.nan)
-    inverse = jnp.where(live, encode[..., None, None], 0.0)
-    candidates = [Candidate(None, inverse)]
-  elif fmt.scale == "e8m0":
-    encode = jnp.ones_like(amax)
-    decode = jnp.where(finite, encode, jnp.nan)
-    candidates = [_microscale(tops, fmt)]
-  else:
-    encode, decode, per_block, scale_max = two_level_scale(amax, operand)
-    decode = jnp.where(finite, decode, jnp.nan)
-    v = tops * per_block[..., None, None]
-    v = jnp.where((tops == 0) | (v < scaling.NORMAL), 0.0, v)
-    choices = [jnp.minimum(v, scale_max)]
-    if operand.four_over_six:
-      choices.append(jnp.minimum(1.5 * v, 1.5 * scale_max))
-    candidates = [_two_level(v, decode, fmt, operand) for v in choices]
-  return candidates, encode, decode
-
-
-def _microscale(tops, fmt) -> Candidate:
+def _microscale(x, tops, fmt, operand, random):
   """OCP MX: power-of-two block scales, no tensor scale."""
   scales = formats.encode_e8m0(tops, fmt.element.max)
   # 2**-e, and 0 for the code of a zero block.
   pattern = jnp.where(scales == 0, 0, 254 - scales.astype(jnp.uint32)) << 23
-  return Candidate(scales, formats.bits_float(pattern))
+  inverse = formats.bits_float(pattern)
+  limit = fmt.element.max
+  return _encode_blocks(x, inverse, limit, fmt, operand, random), scales
 
 
-def _two_level(v, decode, fmt, operand) -> Candidate:
+def _two_level(x, amax, tops, fmt, operand, random):
   """NVFP4: E4M3 block scales under a float32 tensor scale."""
-  scales = scaling.encode_block_scale(v, fmt.scale, operand.rounding)
-  scales = lax.optimization_barrier(scales)
-  value = scaling.decode_block_scale(scales, fmt.scale)
-  inverse = scaling.divide(1.0, value * decode[..., None, None])
-  return Candidate(scales, jnp.where(value == 0, 0.0, inverse))
+  six = operand.four_over_six
+  encode, decode, per_block, scale_max = scaling.two_level_scale(amax, operand)
+  v = tops * per_block[..., None, None]
+  v = jnp.where((tops == 0) | (v < scaling.NORMAL), 0.0, v)
 
+  def candidate(v, limit):
+    scales = scaling.encode_block_scale(v, fmt.scale, operand.rounding)
+    scales = lax.optimization_barrier(scales)
+    value = scaling.decode_block_scale(scales, fmt.scale)
+    inverse = jnp.where(
+      value == 0, 0.0, scaling.divide(1.0, value * decode[..., None, None])
+    )
+    codes = _encode_blocks(x, inverse, limit, fmt, operand, random)
+    return scales, value, codes
 
-def _elements(x, random, candidates, encode, operand):
-  """Codes of the elements, and of the block scales chosen for them."""
-  fmt = formats.FORMATS[operand.format]
-  first, *others = candidates
-  codes = _encode(x, first.inverse, fmt.element.max, operand, random)
-  scales = first.scales
-  for other in others:  # 4/6
+  scales, value, codes = candidate(jnp.minimum(v, scale_max), 6.0)
+  if six:
+    codes = lax.optimization_barrier(codes)
     target = _clear_low_bits(x * encode[..., None, None])
-    limit = 4.0 if fmt.scale == "restricted" else 6.0
-    codes4 = _encode(x, other.inverse, limit, operand, random)
-    codes, codes4 = lax.optimization_barrier((codes, codes4))
-    error = _block_error(target, scales, codes, operand)
-    better = _block_error(target, other.scales, codes4, operand) < error
-    scales = jnp.where(better, other.scales, scales)
+    error = _block_error(target, value, codes, fmt, operand)
+    v4 = jnp.minimum(1.5 * v, 1.5 * scale_max)
+    limit4 = 4.0 if fmt.scale == "restricted" else 6.0
+    scales4, value4, codes4 = candidate(v4, limit4)
+    codes4 = lax.optimization_barrier(codes4)
+    better = _block_error(target, value4, codes4, fmt, operand) < error
+    scales = jnp.where(better, scales4, scales)
     rows = _rows(better, operand.block[0], x)
     codes = jnp.where(_spread(rows, x), codes4, codes)
-  return codes, scales
-
-
-def _encode(x, inverse, limit, operand, random):
-  """Codes of x times its block's inverse; all 0 where that is."""
-  element = formats.FORMATS[operand.format].element
-  if element.min_exponent < -8:  # a range that reaches FP32's subnormals
-    x = jnp.where(jnp.abs(x) < scaling.NORMAL, 0.0 * x, x)
-  # Unfused: a scale is worked out once a block, not once an element.
-  inverse = lax.optimization_barrier(inverse)
-  inverse = _spread(_rows(inverse, operand.block[0], x), x)
-  scaled = jnp.where(inverse == 0, 0.0, x * inverse)
-  return formats.encode(scaled, element, random, operand.sr_bits, limit)
+  return codes, scales, decode
 
 
 def _clear_low_bits(x):
@@ -431,11 +338,11 @@ def _clear_low_bits(x):
   return formats.bits_float(formats.float_bits(x) & jnp.uint32(0xFFFFF000))
 
 
-def _block_error(target, scales, codes, operand):
+def _block_error(target, value, codes, fmt, operand):
   """Squared error of each block in units of the tensor scale."""
-  fmt = formats.FORMATS[operand.format]
   rows, width = operand.block
-  d = _values(codes, scales, fmt, rows) - target
+  decoded = formats.decode(codes, fmt.element)
+  d = _times_blocks(decoded, _rows(value, rows, target)) - target
   d = lax.optimization_barrier(_clear_low_bits(d))  # one pass, not sixteen
   *lead, m, k = d.shape
   error = _pairwise_sum((d * d).reshape(*lead, m, k // width, width))
@@ -452,22 +359,6 @@ def _pairwise_sum(x):
     half = x.shape[-1] // 2
     x = x[..., :half] + x[..., half:]
   return x[..., 0]
-
-
-def block_amax(magnitude, block):
-  """[*batch, m, k] magnitudes to [*batch, m or m blocks, blocks] amax.
-
-  Without a block, all of an operand is one: [*batch, 1, 1].
-  """
-  if block is None:
-    return scaling.largest(magnitude, (-2, -1))[..., None, None]
-  rows, width = block
-  *lead, m, k = magnitude.shape
-  if m % rows:
-    rest = [*[(0, 0)] * len(lead), (0, -m % rows), (0, 0)]
-    magnitude = jnp.pad(magnitude, rest)
-  blocks = magnitude.reshape(*lead, -(-m // rows), rows, k // width, width)
-  return scaling.largest(blocks, (-3, -1))
 
 
 def _rows(per_block, rows: int, like):

@@ -120,7 +120,7 @@ def round_to_grid(magnitude, element: Element, random=None, sr_bits: int = 16):
   Args:
     magnitude: float32 in [0, ``element.max``].
     element: the grid.
-    random: None for nearest even, else unsigned random bits.
+    random: None for nearest even, else uint32 random bits.
     sr_bits: how many random bits there are, 16 or 8.
   """
   # The pattern of a power of two is its biased exponent, shifted by 23.
@@ -156,7 +156,7 @@ def encode(
     x: float array, cast to float32. NaN is not encoded: callers carry it in
       the tensor scale.
     element: the grid.
-    random: None rounds to nearest even; random bits of ``x``'s shape round
+    random: None rounds to nearest even; uint32 bits of ``x``'s shape round
       stochastically.
     sr_bits: how many random bits an element has, 16 or 8.
     limit: the magnitude at which codes saturate, ``element.max`` by default.

@@ -4,7 +4,6 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from fp4jax import _jax
 from fp4jax import recipes
 
 
@@ -31,8 +30,7 @@ def signs(rht: "recipes.Rht") -> np.ndarray:
   return np.where(bits, -1.0, 1.0).astype(np.float32)
 
 
-@_jax.compiled_once
-def rht(x, *, rht: "recipes.Rht"):
+def rht(x, rht: "recipes.Rht"):
   """``y = (x ∘ s) H / sqrt(size)`` along the last axis, in groups of ``size``.
 
   The sums run as a float32 butterfly in Sylvester order (strides 1, 2, 4, ...)
@@ -43,7 +41,7 @@ def rht(x, *, rht: "recipes.Rht"):
     rht: size and sign vector.
 
   Returns:
-    [..., k padded] BF16.
+    [..., k padded] float32 array of BF16 values.
 
   References:
     NVIDIA, arXiv 2509.25149, section 4.2.
@@ -61,8 +59,7 @@ def rht(x, *, rht: "recipes.Rht"):
     stride *= 2
   scale = np.float32(rht.size**-0.5)
   y = round_to_bf16(y.reshape(*lead, k) * scale)
-  # Once, not for each of its readers.
-  return lax.optimization_barrier(y.astype(jnp.bfloat16))
+  return lax.optimization_barrier(y)  # once, not for each of its readers
 
 
 def _times(x, constants):

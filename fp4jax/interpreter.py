@@ -24,12 +24,12 @@ from fp4jax import policy
 from fp4jax import ragged
 from fp4jax import rounding
 from fp4jax import siblings
-from fp4jax.dot import OPERANDS
 from fp4jax.dot import Product
 from fp4jax.dot import multiply
 from fp4jax.dot import product
 from fp4jax.dot import shares
 from fp4jax.dot import x_axes
+from fp4jax.operands import OPERANDS
 
 
 class Keys(NamedTuple):

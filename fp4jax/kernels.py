@@ -152,14 +152,14 @@ def _quantize(x, batch, streams, rows, columns, interpret, native):
   block_amax = plain = rotated = None
   if square:
     magnitude = scaling.magnitude(scaling.read(x))
-    tops = block_scaled.block_amax(magnitude, rows.operand.block)
+    tops = scaling.block_amax(magnitude, rows.operand.block)
     block_amax = jnp.repeat(tops, BLOCK, axis=0)[: x.shape[0]]
     plain = scaling.operand_amax(tops)
   if not square or columns is not None:
     plain, rotated = _amax(x, rotation, params)
   if rows is not None and rows.operand.rht:  # no recipe of ours does
-    turned = hadamard.rht(scaling.read(x), rht=rows.operand.rht)
-    along = scaling.operand_amax(scaling.magnitude(turned.astype(jnp.float32)))
+    turned = hadamard.rht(scaling.read(x), rows.operand.rht)
+    along = scaling.operand_amax(scaling.magnitude(turned))
   else:
     along = plain
   requests = rows, columns
@@ -207,7 +207,7 @@ def _trim(q, m, k, request, transposed):
 def _kernel_operand(request, amax, stream, batch):
   """A request as the kernel takes it."""
   operand = request.operand
-  scale = block_scaled.two_level_scale(amax, operand)
+  scale = scaling.two_level_scale(amax, operand)
   finite = jnp.isfinite(amax)
   smallest = jnp.where(finite, scaling.SMALLEST, jnp.nan)
   if operand.rounding == "sr":

@@ -22,20 +22,20 @@ from fp4jax import backends
 from fp4jax import formats
 from fp4jax import recipes
 from fp4jax import scaling
-from fp4jax.dot import GT
-from fp4jax.dot import WT
-from fp4jax.dot import XT
-from fp4jax.dot import G
-from fp4jax.dot import Spec
-from fp4jax.dot import Use
-from fp4jax.dot import W
-from fp4jax.dot import X
-from fp4jax.dot import check_key
-from fp4jax.dot import gemm_operands
-from fp4jax.dot import named
-from fp4jax.dot import no_gradient
-from fp4jax.dot import once_differentiable
-from fp4jax.dot import operand_streams
+from fp4jax.operands import GT
+from fp4jax.operands import WT
+from fp4jax.operands import XT
+from fp4jax.operands import G
+from fp4jax.operands import Spec
+from fp4jax.operands import Use
+from fp4jax.operands import W
+from fp4jax.operands import X
+from fp4jax.operands import check_key
+from fp4jax.operands import gemm_operands
+from fp4jax.operands import named
+from fp4jax.operands import no_gradient
+from fp4jax.operands import once_differentiable
+from fp4jax.operands import operand_streams
 
 
 def ragged_dot(

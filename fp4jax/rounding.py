@@ -156,7 +156,7 @@ def random_bits(stream, shape, bits: int = 16) -> jax.Array:
     bits: 16 or 8 bits an element.
 
   Returns:
-    uint16 or uint8 array of ``shape``.
+    uint32 array of ``shape`` with values below ``2**bits``.
   """
   *batch, rows, k = shape
   lanes = 128 // bits
@@ -170,7 +170,7 @@ def random_bits(stream, shape, bits: int = 16) -> jax.Array:
     bits=bits,
   )
   random = random.reshape(*batch, rows, groups * lanes)
-  return random[..., :k]
+  return random[..., :k].astype(jnp.uint32)
 
 
 @_jax.compiled_once
@@ -196,7 +196,7 @@ def offset(random, bits: int):
   """What stochastic rounding adds, in grid steps.
 
   Args:
-    random: unsigned random bits.
+    random: uint32 random bits.
     bits: how many there are. 16 bits are centred on zero and rounded to the
       nearest afterwards: unbiased to 2**-17. 8 bits are rounded down
       afterwards: the probability is truncated to 1/256, as by Blackwell's

@@ -1,5 +1,8 @@
 """Absolute maxima, tensor scales and block scales."""
 
+from typing import Any
+from typing import NamedTuple
+
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import numpy as np
 from fp4jax import _jax
 from fp4jax import formats
 from fp4jax import hadamard
+from fp4jax import recipes
 
 # Anything below is zero: no scale of what is left, nor any reciprocal of one,
 # is subnormal, which XLA's CPU backend flushes and its GPU backend does not.
@@ -82,6 +86,17 @@ def largest(magnitudes, axes):
   return lax.reduce(magnitudes, np.float32(0), lax.max, axes)
 
 
+def block_amax(magnitude, block):
+  """[*batch, m, k] magnitudes to [*batch, m or m blocks, blocks] amax."""
+  rows, width = block
+  *lead, m, k = magnitude.shape
+  if m % rows:
+    rest = [*[(0, 0)] * len(lead), (0, -m % rows), (0, 0)]
+    magnitude = jnp.pad(magnitude, rest)
+  blocks = magnitude.reshape(*lead, -(-m // rows), rows, k // width, width)
+  return largest(blocks, (-3, -1))
+
+
 def operand_amax(magnitudes):
   """float32 [*batch] amax of an operand over all its shards, Inf for NaN.
 
@@ -96,6 +111,37 @@ def operand_amax(magnitudes):
 def encode_scale(amax, top: float):
   """S_enc = top / amax, 1 where amax is zero."""
   return jnp.where(amax < SMALLEST, 1.0, divide(np.float32(top), amax))
+
+
+class TwoLevelScale(NamedTuple):
+  """What an operand's amax says about the scales of its blocks.
+
+  Attributes:
+    encode: float32 [*batch], multiplies values.
+    decode: its reciprocal, the tensor scale.
+    per_block: multiplies a block's amax, to give its scale.
+    block_max: the largest block scale.
+  """
+
+  encode: Any
+  decode: Any
+  per_block: Any
+  block_max: float
+
+
+def two_level_scale(amax, operand: "recipes.Operand") -> TwoLevelScale:
+  """The scales of an operand of the float32 amax [*batch]."""
+  fmt = formats.FORMATS[operand.format]
+  six = operand.four_over_six
+  block_max = 256.0 if six and fmt.scale == "e4m3" else fmt.scale_max
+  guard = operand.scale_guard
+  encode = encode_scale(amax, 6 * block_max * guard)
+  return TwoLevelScale(
+    encode,
+    divide(1.0, encode),
+    encode * np.float32(1 / (6 * guard)),
+    block_max,
+  )
 
 
 def product_factors(lhs, rhs) -> tuple:

@@ -5,7 +5,6 @@ block and rounding; so are decoded values. There is no tolerance here.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -230,24 +229,13 @@ def test_a19_operand_made_in_the_same_program(options, dtype):
 
 
 def narrowing_casts(jaxpr):
-  """Casts to narrower floats that round, in a jaxpr and those it calls.
-
-  What ``reduce_precision`` has rounded to BF16 just before is not rounded.
-  """
+  """Casts of floats to narrower floats in a jaxpr and those it calls."""
   found = []
-  rounded = {
-    equation.outvars[0]
-    for equation in jaxpr.eqns
-    if equation.primitive.name == "reduce_precision"
-    and equation.params == {"exponent_bits": 8, "mantissa_bits": 7}
-  }
   for equation in jaxpr.eqns:
     if equation.primitive.name == "convert_element_type":
-      x = equation.invars[0]
-      old, new = x.aval.dtype, equation.outvars[0].aval.dtype
+      old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
       floats = all(jnp.issubdtype(d, jnp.floating) for d in (old, new))
-      exact = new == jnp.bfloat16 and x in rounded
-      if floats and new.itemsize < old.itemsize and not exact:
+      if floats and new.itemsize < old.itemsize:
         found.append(f"{old} to {new}")
     for value in jax.tree.leaves(
       list(equation.params.values()),
@@ -290,9 +278,8 @@ def test_equal_operands_are_compiled_once():
   x = jnp.ones((3, 32, 64))
   run = lambda x: [quantize(x[i], {}).codes for i in range(3)]
   text = jax.jit(run).lower(x).as_text()
-  for unit in ("_quantize", "_quantize_blocks", "_scales"):
-    assert text.count(f'compilation_unit = "{unit}"') == 1
-  assert len(re.findall(r"call @_quantize\(", text)) == 3
+  assert text.count("compilation_unit") == 1
+  assert text.count("call @_quantize") == 3
   with jax.set_mesh(jax.make_mesh((1,), ("x",))):
     assert "compilation_unit" not in jax.jit(run).lower(x).as_text()
 

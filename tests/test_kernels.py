@@ -27,6 +27,7 @@ from fp4jax import kernels
 from fp4jax import policies
 from fp4jax import recipes
 from fp4jax import rounding
+from fp4jax import scaling
 from pallas_kernels import amax
 from pallas_kernels import compat
 from pallas_kernels import decode
@@ -222,7 +223,7 @@ def test_decoded_to_e4m3_is_exact():
   """Straight from the quantise kernel, for FP8 tensor cores."""
   x = operand_data((64, 64), "bfloat16")
   want = block_scaled.quantize_array(x, OPERANDS["exact"])
-  scale = block_scaled.two_level_scale(
+  scale = scaling.two_level_scale(
     jnp.max(jnp.abs(x)).astype(jnp.float32), OPERANDS["exact"]
   )
   smallest = jnp.float32(2.0**-100)

@@ -1,0 +1,230 @@
+"""The operands of a site's three GEMMs, and the rules of its derivative.
+
+An array is an operand of two GEMMs, along one axis in the first and along the
+other in the second. Both are made here, by the backend that serves them; what
+waits for the backward pass waits as codes.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+import numpy as np
+
+from fp4jax import block_scaled
+from fp4jax import errors
+from fp4jax import kernels
+from fp4jax import recipes
+from fp4jax import rounding
+
+RESIDUAL = "fp4jax_residual"
+"""The ``checkpoint_name`` of everything that a quantised dot keeps."""
+
+# Operands of a site: 2 * GEMM + (0 for lhs, 1 for rhs).
+OPERANDS = 2 * len(recipes.GEMMS)
+X, W, G, WT, XT, GT = range(OPERANDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """What is static of one quantised dot."""
+
+  recipe: recipes.Recipe
+  out_dtype: Any
+  precision: Any
+  site: str
+  backend: str
+
+  @property
+  def interpret(self) -> bool:
+    """Whether kernels run on a CPU."""
+    return self.backend == "pallas_interpret"
+
+
+def operand_streams(key) -> rounding.Streams:
+  """The streams of a dot that is a site of its own."""
+  if isinstance(key, rounding.Streams):
+    return key
+  site, operands = np.indices((1, OPERANDS), np.uint32)
+  words = rounding.site_keys(key, site, operands)
+  return rounding.Streams(words, jnp.uint32(0), jnp.uint32(0))
+
+
+def check_key(streams, spec, gemms):
+  missing = [g for g in gemms if g in spec.recipe.stochastic]
+  if streams is None and missing:
+    raise errors.MissingKeyError(
+      f"site {spec.site}: recipe {spec.recipe.name} rounds"
+      f" {', '.join(missing)} stochastically and no key was given; pass"
+      " fp4_key=jax.random.key(step) to the quantised function (key= to"
+      " fp4jax.dot), or evaluate without differentiating."
+    )
+
+
+def once_differentiable(function):
+  """A part of a derivative rule that refuses to be differentiated itself.
+
+  Codes have no slope, so a second derivative through them would be zero,
+  silently.
+  """
+  rule = jax.custom_vjp(function, nondiff_argnums=(0,))
+
+  def refuse(specs, *unused):
+    spec = specs[0] if isinstance(specs, tuple) else specs
+    raise errors.UnsupportedError(
+      f"site {spec.site}: a second derivative through recipe"
+      f" {spec.recipe.name} was asked for, but only first derivatives are"
+      " defined; differentiate the untransformed model twice, or exclude the"
+      f' site with Rule(path="{spec.site}", recipe=None).'
+    )
+
+  rule.defvjp(refuse, refuse)
+  return rule
+
+
+def no_gradient(integers):
+  """The cotangents of integer arrays."""
+  return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), integers)
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("array", "decoded_scale"),
+  meta_fields=("contract",),
+)
+@dataclasses.dataclass(frozen=True)
+class GemmOperand:
+  """One operand of a GEMM.
+
+  Attributes:
+    array: [*batch, rows, columns] as the model wrote it, decoded BF16 values,
+      or the codes of a ``BlockScaled``.
+    contract: the axis that is contracted, -1 or -2.
+    decoded_scale: the tensor scale [*batch] of decoded values.
+  """
+
+  array: Any
+  contract: int
+  decoded_scale: Any = None
+
+  @property
+  def scale(self):
+    """The tensor scale [*batch] of a quantised operand, else None."""
+    if isinstance(self.array, block_scaled.BlockScaled):
+      return self.array.tensor_scale
+    return self.decoded_scale
+
+  def values(self, spec: Spec):
+    """What the GEMM multiplies."""
+    if not isinstance(self.array, block_scaled.BlockScaled):
+      return self.array
+    if spec.backend == "reference" or not self.array.packed:
+      return self.array.decode()
+    return kernels.decode(self.array, interpret=spec.interpret)
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+  """What becomes of an array in one of its GEMMs.
+
+  Attributes:
+    operand: how it is quantised; None leaves it alone.
+    place: which of the six operands it is.
+    kept: whether it waits for the backward pass.
+  """
+
+  operand: recipes.Operand | None
+  place: int
+  kept: bool = False
+
+  @property
+  def transposed(self) -> bool:
+    """Whether the GEMM contracts the axis before the last."""
+    return self.place in (XT, WT, GT)
+
+
+def gemm_operands(x, uses, streams, spec) -> list[GemmOperand]:
+  """An array as the operand of each of its GEMMs.
+
+  Args:
+    x: [*batch, rows, columns].
+    uses: one of a GEMM that contracts the columns, one of a GEMM that contracts
+      the rows, or both in this order.
+    streams: of all operands, None without a key.
+    spec: recipe and backend.
+
+  Returns:
+    An operand for each use.
+  """
+  first, second = uses[0], uses[1] if len(uses) > 1 else None
+  if second is not None and _shared(first, second):
+    (array,) = _quantised(x, [first], streams, spec, packed=True)
+    codes, operand = array
+    return [operand, GemmOperand(codes, -2)]
+  quantised = [u for u in uses if u.operand is not None]
+  made = dict(
+    zip(quantised, _quantised(x, quantised, streams, spec), strict=True)
+  )
+  return [
+    made[u][1] if u in made else GemmOperand(x, -2 if u.transposed else -1)
+    for u in uses
+  ]
+
+
+def _shared(first: Use, second: Use) -> bool:
+  """Whether the codes of one direction are those of the other, transposed."""
+  operand = first.operand
+  return (
+    operand is not None and operand == second.operand and operand.transposable
+  )
+
+
+def _quantised(x, uses, streams, spec, packed=False):
+  """Codes, where they are kept or ``packed``, and operand of each use."""
+  if not uses:
+    return []
+  served = x.size and all(kernels.serves(u.operand, u.transposed) for u in uses)
+  if spec.backend == "reference" or not served:
+    return [_by_reference(x, u, streams, packed) for u in uses]
+  requests: list = [None, None]
+  stream: list = [None, None]
+  for use in uses:
+    kept = use.kept or packed
+    requests[use.transposed] = kernels.Request(
+      use.operand, packed=kept, decoded=not use.kept
+    )
+    if use.operand.rounding == "sr":
+      stream[use.transposed] = streams.of(use.place)
+  rows, columns = requests
+  results = kernels.quantize(x, rows, columns, stream, interpret=spec.interpret)
+  out = []
+  for use in uses:
+    codes, decoded, scale = results[use.transposed] or (None, None, None)
+    kept = GemmOperand(codes, -1)
+    contract = -2 if use.transposed else -1
+    operand = kept if use.kept else GemmOperand(decoded, contract, scale)
+    out.append((codes, operand))
+  return out
+
+
+def _by_reference(x, use, streams, packed):
+  kept = use.kept or packed
+  result = block_scaled.quantize(
+    x,
+    use.operand,
+    streams.of(use.place) if use.operand.rounding == "sr" else None,
+    axis=-2 if use.transposed else -1,
+    codes=kept,
+    decoded=not kept,
+  )
+  if kept:
+    return result.codes, GemmOperand(result.codes, -1)
+  return None, GemmOperand(result.decoded, -1, result.tensor_scale)
+
+
+def named(kept):
+  """What a quantised dot keeps, under its ``checkpoint_name``."""
+  return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), kept)
