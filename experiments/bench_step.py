@@ -38,7 +38,6 @@ _RECIPES = flags.DEFINE_list("recipes", ["none", "nvfp4"], "Variants.")
 _PROFILE = flags.DEFINE_bool("profile", False, "Time of each kernel.")
 _BACKEND = flags.DEFINE_string("backend", None, "Backend of the recipes.")
 
-
 _PROFILED = 2  # steps
 
 
@@ -80,7 +79,7 @@ def measure(name: str, net) -> dict:
     seconds.append(time.perf_counter() - start)
   median = statistics.median(seconds[2:])
   stats = jax.devices()[0].memory_stats() or {}
-  kernels: dict = {}
+  kernels = None
   if _PROFILE.value:
 
     def run():
@@ -91,7 +90,7 @@ def measure(name: str, net) -> dict:
         )
       jax.block_until_ready(loss)
 
-    kernels["kernels"] = bench.profile(run, _PROFILED)
+    kernels = bench.profile(run, _PROFILED)
   return {
     "recipe": name,
     "step_ms": round(1e3 * median, 2),
@@ -106,7 +105,7 @@ def measure(name: str, net) -> dict:
     "steps": _STEPS.value,
     "device": jax.devices()[0].device_kind,
     "jax": jax.__version__,
-    **kernels,
+    "kernels": kernels,
   }
 
 
