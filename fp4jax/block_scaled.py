@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 from typing import NamedTuple
 
@@ -79,6 +80,36 @@ class BlockScaled:
   def nbytes(self) -> int:
     """Bytes that the quantised operand occupies."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("data",),
+  meta_fields=("like",),
+)
+@dataclasses.dataclass(frozen=True)
+class JoinedBlockScaled:
+  """The codes, scales and tensor scale of a ``BlockScaled`` in one array.
+
+  For what is compiled apart: a scan stacks what its layers keep, array by
+  array, and XLA compiles loops to fill, to write and to read each kind.
+
+  Attributes:
+    data: uint8 [*batch, n].
+    like: the ``BlockScaled``, without its arrays.
+  """
+
+  data: jax.Array
+  like: BlockScaled
+
+  @property
+  def dtype(self):
+    """The dtype of the array that was quantised."""
+    return self.like.dtype
+
+  def decode(self) -> tuple[jax.Array, jax.Array]:
+    """Codes times block scales [*batch, m, k] in BF16, and tensor scales."""
+    return _decode_joined(self.data, like=self.like)
 
 
 def quantize_array(
@@ -171,11 +202,9 @@ def quantize(
   Returns:
     What was asked for, the contraction axis last.
   """
-  fmt = formats.FORMATS[operand.format]
-  packed = packed and fmt.packed
+  packed = packed and formats.FORMATS[operand.format].packed
   elements, scales, tensor_scale, values = _quantize(
-    # What is compiled apart reads x from memory, rounded to its dtype.
-    x if _jax.compiles_units() else scaling.read(x),
+    _read(x),
     stream,
     operand=operand,
     axis=axis,
@@ -183,21 +212,44 @@ def quantize(
     decoded=decoded,
     packed=packed,
   )
-  shape = x.shape if axis == -1 else (*x.shape[:-2], x.shape[-1], x.shape[-2])
   scaled = None
   if codes:
-    scaled = BlockScaled(
-      codes=elements,
-      scales=scales,
-      tensor_scale=tensor_scale,
-      format=operand.format,
-      block=operand.block if fmt.block else (1, 1),
-      shape=rotated_shape(shape, operand.rht),
-      axis=axis,
-      dtype=x.dtype,
-      packed=packed,
+    scaled = _block_scaled(
+      x, operand, axis, packed, elements, scales, tensor_scale
     )
   return Quantised(scaled, values, tensor_scale)
+
+
+def quantize_joined(
+  x, operand: "recipes.Operand", stream=None, *, axis: int = -1
+) -> JoinedBlockScaled:
+  """The packed codes of ``quantize``, in one array; of the same arguments."""
+  data = _quantize_joined(_read(x), stream, operand=operand, axis=axis)
+  packed = formats.FORMATS[operand.format].packed
+  like = _block_scaled(x, operand, axis, packed, None, None, None)
+  return JoinedBlockScaled(data, like)
+
+
+def _read(x):
+  """An operand, rounded to its dtype."""
+  # What is compiled apart reads it from memory.
+  return x if _jax.compiles_units() else scaling.read(x)
+
+
+def _block_scaled(x, operand, axis, packed, codes, scales, tensor_scale):
+  """The codes of an array with what is static of it."""
+  shape = x.shape if axis == -1 else (*x.shape[:-2], x.shape[-1], x.shape[-2])
+  return BlockScaled(
+    codes=codes,
+    scales=scales,
+    tensor_scale=tensor_scale,
+    format=operand.format,
+    block=operand.block if formats.FORMATS[operand.format].block else (1, 1),
+    shape=rotated_shape(shape, operand.rht),
+    axis=axis,
+    dtype=x.dtype,
+    packed=packed,
+  )
 
 
 def rotated_shape(shape, rht):
@@ -209,6 +261,44 @@ def rotated_shape(shape, rht):
 
 @_jax.compiled_once
 def _quantize(x, stream, *, operand, axis, codes, decoded, packed):
+  """``_parts`` of an operand, its codes packed."""
+  elements, *rest = _parts(x, stream, operand, axis, codes, decoded)
+  return (formats.pack(elements) if codes and packed else elements, *rest)
+
+
+@_jax.compiled_once
+def _quantize_joined(x, stream, *, operand, axis):
+  """Packed codes, block scales and tensor scale as bytes [*batch, n]."""
+  elements, scales, scale, _ = _parts(x, stream, operand, axis, True, False)
+  elements = _in_one_row(elements)[..., 0, :]
+  if formats.FORMATS[operand.format].packed:
+    elements = formats.pack(elements)
+  parts = [elements]
+  if scales is not None:
+    parts.append(_in_one_row(scales)[..., 0, :])
+  parts.append(lax.bitcast_convert_type(scale, jnp.uint8))
+  return jnp.concatenate(parts, -1)
+
+
+@_jax.compiled_once
+def _decode_joined(data, *, like):
+  """BF16 [*batch, m, size] values and tensor scales of joined codes."""
+  fmt = formats.FORMATS[like.format]
+  rows, width = like.block
+  *batch, m, k = like.shape
+  blocks = -(-k // (fmt.block or 1))
+  shape = *batch, m, blocks * width
+  size = m * blocks * width // (2 if like.packed else 1)
+  codes, scales, scale = jnp.split(data, (size, data.shape[-1] - 4), axis=-1)
+  codes = formats.unpack(codes) if like.packed else codes
+  if fmt.block:
+    scales = scales.reshape(*batch, -(-m // rows), blocks)
+  values = _values(codes.reshape(shape), scales, fmt, rows)
+  scale = lax.bitcast_convert_type(scale, jnp.float32)
+  return values[..., :k].astype(jnp.bfloat16), scale
+
+
+def _parts(x, stream, operand, axis, codes, decoded):
   """Codes, block scale codes, tensor scale and decoded values of an operand."""
   fmt = formats.FORMATS[operand.format]
   x = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
@@ -218,7 +308,7 @@ def _quantize(x, stream, *, operand, axis, codes, decoded, packed):
   shape = x.shape
   if operand.block[0] == 1 and _jax.compiles_units():
     # One row: what works on blocks is compiled once for as many blocks.
-    x = x.reshape(*shape[:-2], 1, shape[-2] * shape[-1])
+    x = _in_one_row(x)
   magnitude = scaling.magnitude(x)
   tops = (
     scaling.block_amax(magnitude, operand.block) if fmt.block else magnitude
@@ -251,7 +341,6 @@ def _quantize(x, stream, *, operand, axis, codes, decoded, packed):
     elements = scales = None
   else:
     elements = elements.reshape(shape)
-    elements = formats.pack(elements) if packed else elements
     if scales is not None and operand.block[0] == 1:
       scales = scales.reshape(*shape[:-1], shape[-1] // fmt.block)
   return elements, scales, jnp.where(finite, decode, jnp.nan), values
@@ -263,6 +352,11 @@ def _decode(codes, scales, *, format, rows, packed, size, dtype):
   codes = formats.unpack(codes) if packed else codes
   values = _values(codes, scales, formats.FORMATS[format], rows)
   return values[..., :size].astype(dtype)
+
+
+def _in_one_row(x):
+  """[*batch, m, k] to [*batch, 1, m * k]."""
+  return x.reshape(*x.shape[:-2], 1, math.prod(x.shape[-2:]))
 
 
 def _values(codes, scales, fmt, rows):
@@ -284,8 +378,6 @@ def _encode(x, inverse, limit, fmt, operand, random):
 
 def _encode_blocks(x, inverse, limit, fmt, operand, random):
   """``_encode`` with [*batch, m or m blocks, blocks] inverse scales."""
-  # Unfused: a scale is worked out once a block, not once an element.
-  inverse = lax.optimization_barrier(inverse)
   spread = _spread(_rows(inverse, operand.block[0], x), x)
   return _encode(x, spread, limit, fmt, operand, random)
 
@@ -295,7 +387,7 @@ def _microscale(x, tops, fmt, operand, random):
   scales = formats.encode_e8m0(tops, fmt.element.max)
   # 2**-e, and 0 for the code of a zero block.
   pattern = jnp.where(scales == 0, 0, 254 - scales.astype(jnp.uint32)) << 23
-  inverse = formats.bits_float(pattern)
+  inverse = lax.optimization_barrier(formats.bits_float(pattern))
   limit = fmt.element.max
   return _encode_blocks(x, inverse, limit, fmt, operand, random), scales
 
@@ -308,12 +400,19 @@ def _two_level(x, amax, tops, fmt, operand, random):
   v = jnp.where((tops == 0) | (v < scaling.NORMAL), 0.0, v)
 
   def candidate(v, limit):
+    shape = v.shape
+    if _jax.compiles_units():
+      v = _in_one_row(v)
     scales = scaling.encode_block_scale(v, fmt.scale, operand.rounding)
     scales = lax.optimization_barrier(scales)
     value = scaling.decode_block_scale(scales, fmt.scale)
     inverse = jnp.where(
       value == 0, 0.0, scaling.divide(1.0, value * decode[..., None, None])
     )
+    # Unfused: a scale is worked out once a block, not once an element.
+    inverse = lax.optimization_barrier(inverse)
+    scales, value = scales.reshape(shape), value.reshape(shape)
+    inverse = inverse.reshape(shape)
     codes = _encode_blocks(x, inverse, limit, fmt, operand, random)
     return scales, value, codes
 

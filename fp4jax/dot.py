@@ -293,8 +293,8 @@ _linears.defvjp(_linears_fwd, _linears_bwd)
 
 def _gemm(lhs: GemmOperand, rhs: GemmOperand, dtype, spec):
   """[*batch, m, n] product of two operands, each contracted where it says."""
-  quantised = lhs.scale is not None
-  left, right = lhs.values(spec), rhs.values(spec)
+  (left, left_scale), (right, right_scale) = lhs.read(spec), rhs.read(spec)
+  quantised = left_scale is not None
   batch = tuple(range(left.ndim - 2))
   contract = ((left.ndim + lhs.contract,), (right.ndim + rhs.contract,))
   y = lax.dot_general(
@@ -306,6 +306,6 @@ def _gemm(lhs: GemmOperand, rhs: GemmOperand, dtype, spec):
     preferred_element_type=jnp.float32 if quantised else dtype,
   )
   if quantised:
-    for factor in scaling.product_factors(lhs.scale, rhs.scale):
+    for factor in scaling.product_factors(left_scale, right_scale):
       y = y * factor[..., None, None]
   return y.astype(dtype)

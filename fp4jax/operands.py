@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
+from fp4jax import _jax
 from fp4jax import block_scaled
 from fp4jax import errors
 from fp4jax import kernels
@@ -101,7 +102,7 @@ class GemmOperand:
 
   Attributes:
     array: [*batch, rows, columns] as the model wrote it, decoded BF16 values,
-      or the codes of a ``BlockScaled``.
+      or codes.
     contract: the axis that is contracted, -1 or -2.
     decoded_scale: the tensor scale [*batch] of decoded values.
   """
@@ -110,20 +111,17 @@ class GemmOperand:
   contract: int
   decoded_scale: Any = None
 
-  @property
-  def scale(self):
-    """The tensor scale [*batch] of a quantised operand, else None."""
-    if isinstance(self.array, block_scaled.BlockScaled):
-      return self.array.tensor_scale
-    return self.decoded_scale
-
-  def values(self, spec: Spec):
-    """What the GEMM multiplies."""
-    if not isinstance(self.array, block_scaled.BlockScaled):
-      return self.array
-    if spec.backend == "reference" or not self.array.packed:
+  def read(self, spec: Spec) -> tuple:
+    """What the GEMM multiplies, and its tensor scale, None if it has none."""
+    if isinstance(self.array, block_scaled.JoinedBlockScaled):
       return self.array.decode()
-    return kernels.decode(self.array, interpret=spec.interpret)
+    if not isinstance(self.array, block_scaled.BlockScaled):
+      return self.array, self.decoded_scale
+    if spec.backend == "reference" or not self.array.packed:
+      values = self.array.decode()
+    else:
+      values = kernels.decode(self.array, interpret=spec.interpret)
+    return values, self.array.tensor_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,18 +209,19 @@ def _quantised(x, uses, streams, spec, packed=False):
 
 
 def _by_reference(x, use, streams, packed):
-  kept = use.kept or packed
-  result = block_scaled.quantize(
-    x,
-    use.operand,
-    streams.of(use.place) if use.operand.rounding == "sr" else None,
-    axis=-2 if use.transposed else -1,
-    codes=kept,
-    decoded=not kept,
-  )
-  if kept:
-    return result.codes, GemmOperand(result.codes, -1)
-  return None, GemmOperand(result.decoded, -1, result.tensor_scale)
+  stream = streams.of(use.place) if use.operand.rounding == "sr" else None
+  axis = -2 if use.transposed else -1
+  if not (use.kept or packed):
+    result = block_scaled.quantize(
+      x, use.operand, stream, axis=axis, codes=False, decoded=True
+    )
+    return None, GemmOperand(result.decoded, -1, result.tensor_scale)
+  codes: Any
+  if _jax.compiles_units():
+    codes = block_scaled.quantize_joined(x, use.operand, stream, axis=axis)
+  else:
+    codes = block_scaled.quantize(x, use.operand, stream, axis=axis).codes
+  return codes, GemmOperand(codes, -1)
 
 
 def named(kept):

@@ -170,15 +170,15 @@ def _apart(x, sizes, gemm):
 
 def _grouped(lhs, rhs, sizes, dtype, spec):
   """[m, n] product of tokens and their experts' weights."""
-  left, right = lhs.values(spec), rhs.values(spec)
+  (left, left_scale), (right, right_scale) = lhs.read(spec), rhs.read(spec)
   right = right if rhs.contract == -2 else jnp.swapaxes(right, 1, 2)
-  if lhs.scale is None:
+  if left_scale is None:
     return lax.ragged_dot(
       left, right, sizes, spec.precision, preferred_element_type=dtype
     )
   y = lax.ragged_dot(left, right, sizes, preferred_element_type=jnp.float32)
   m = left.shape[0]
-  for factor in scaling.product_factors(lhs.scale, rhs.scale):
+  for factor in scaling.product_factors(left_scale, right_scale):
     y = y * jnp.repeat(factor, sizes, total_repeat_length=m)[:, None]
   valid = jnp.arange(m) < jnp.sum(sizes)
   return jnp.where(valid[:, None], y, 0.0).astype(dtype)
@@ -191,10 +191,12 @@ def _contract_tokens(gt, xt, sizes, gemm, dtype, spec):
     lhs_ragged_dimensions=(0,),
     rhs_group_dimensions=(),
   )
-  quantised = gt.scale is not None
+  (left, left_scale), (right, right_scale) = gt.read(spec), xt.read(spec)
   left, right = (
-    x.values(spec) if x.contract == -2 else x.values(spec).T for x in (gt, xt)
+    values if x.contract == -2 else values.T
+    for x, values in ((gt, left), (xt, right))
   )
+  quantised = left_scale is not None
   y = lax.ragged_dot_general(
     left,
     right,
@@ -204,6 +206,6 @@ def _contract_tokens(gt, xt, sizes, gemm, dtype, spec):
     preferred_element_type=jnp.float32 if quantised else dtype,
   )
   if quantised:
-    for factor in scaling.product_factors(gt.scale, xt.scale):
+    for factor in scaling.product_factors(left_scale, right_scale):
       y = y * factor
   return y.astype(dtype)

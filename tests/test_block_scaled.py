@@ -13,6 +13,7 @@ import pytest
 
 import fp4jax
 from fp4jax import _jax
+from fp4jax import block_scaled
 from tests import oracle
 
 STREAM = np.array([0x243F6A88, 0x85A308D3, 7], np.uint32)
@@ -282,6 +283,24 @@ def test_equal_operands_are_compiled_once():
   assert text.count("call @_quantize") == 3
   with jax.set_mesh(jax.make_mesh((1,), ("x",))):
     assert "compilation_unit" not in jax.jit(run).lower(x).as_text()
+
+
+@pytest.mark.parametrize("options", SOME, ids=name)
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("shape", [(48, 80), (2, 3, 23, 37), (2, 0, 16)])
+def test_joined_codes_are_the_codes(options, axis, shape):
+  """Values, tensor scales, and how many bytes there are."""
+  x = np.random.default_rng(0).standard_t(3, shape)
+  x = jnp.asarray(x, jnp.bfloat16)
+  stream = jnp.asarray(STREAM) if options.get("rounding") == "sr" else None
+  joined = block_scaled.quantize_joined(x, operand(options), stream, axis=axis)
+  values, tensor_scale = joined.decode()
+  want = quantize(x, options, axis=axis)
+  assert values.dtype == jnp.bfloat16
+  oracle.same_bits(values.astype(jnp.float32), want.decode(jnp.float32))
+  oracle.same_bits(tensor_scale, want.tensor_scale)
+  assert joined.data.nbytes == want.nbytes
+  assert joined.dtype == want.dtype
 
 
 @pytest.mark.parametrize("options", OPERANDS, ids=name)

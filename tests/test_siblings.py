@@ -83,10 +83,12 @@ def test_bits_are_those_of_products_apart(name):
 
 
 def kept(f, *args):
-  """Bytes of uint8 arrays, codes and scales, that the backward pass keeps."""
+  """Bytes of codes, scales and tensor scales that the backward pass keeps."""
   _, vjp = jax.vjp(lambda *args: f(*args, fp4_key=KEY), *args)
   leaves = jax.tree.leaves(vjp)
-  return sum(leaf.nbytes for leaf in leaves if leaf.dtype == jnp.uint8)
+  codes = sum(leaf.nbytes for leaf in leaves if leaf.dtype == jnp.uint8)
+  scales = [x for x in leaves if x.dtype == jnp.float32 and x.size == 1]
+  return codes + sum(scale.nbytes for scale in scales)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -97,8 +99,8 @@ def test_a_shared_input_is_kept_once(dtype):
     return [x.astype(jnp.bfloat16) @ w for w in ws]
 
   f = fp4jax.quantize(run, policies.all_linear(recipes.nvfp4()))
-  weight = K * N * (0.5 + 1 / 256)
-  assert kept(f, params(3), inputs(dtype)) == M * K * BYTES + 3 * weight
+  weight = K * N * (0.5 + 1 / 256) + 4
+  assert kept(f, params(3), inputs(dtype)) == M * K * BYTES + 4 + 3 * weight
 
 
 def test_projections_of_attention_share_their_input():
@@ -108,7 +110,8 @@ def test_projections_of_attention_share_their_input():
   f = fp4jax.quantize(net.apply, policies.all_linear(recipes.nvfp4()))
   kept_bytes = kept(lambda v, fp4_key: f(v, x, fp4_key=fp4_key), variables)
   # Of query, key and value one input; of the output projection another.
-  assert kept_bytes == 2 * x.size * BYTES + 4 * 64 * 64 * (0.5 + 1 / 256)
+  weight = 64 * 64 * (0.5 + 1 / 256) + 4
+  assert kept_bytes == 2 * (x.size * BYTES + 4) + 4 * weight
 
 
 def test_stochastic_inputs_have_streams_of_their_own():
