@@ -445,8 +445,11 @@ def _block_error(target, value, codes, fmt, operand):
   d = lax.optimization_barrier(_clear_low_bits(d))  # one pass, not sixteen
   *lead, m, k = d.shape
   error = _pairwise_sum((d * d).reshape(*lead, m, k // width, width))
-  if rows == 1:
-    return error
+  return error if rows == 1 else add_rows(error, rows)
+
+
+def add_rows(error, rows: int):
+  """[*batch, m, blocks] to [*batch, m blocks, blocks], added pairwise."""
   error = hadamard.pad_last(jnp.swapaxes(error, -1, -2), rows)
   error = error.reshape(*error.shape[:-1], error.shape[-1] // rows, rows)
   return jnp.swapaxes(_pairwise_sum(error), -1, -2)

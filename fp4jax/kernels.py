@@ -22,6 +22,7 @@ from fp4jax import scaling
 from pallas_kernels import amax as amax_kernel
 from pallas_kernels import compat
 from pallas_kernels import decode as decode_kernel
+from pallas_kernels import errors as errors_kernel
 from pallas_kernels import quantize as quantize_kernel
 from pallas_kernels import registers
 
@@ -47,12 +48,10 @@ class Request(NamedTuple):
 def serves(operand: recipes.Operand, transposed: bool) -> bool:
   """Whether a kernel quantises the operand, along columns if ``transposed``.
 
-  Square blocks along columns, and those that choose between amax to 6 and to 4
-  by an error over several rows, have none. Only weights have square blocks: the
-  reference quantises them.
+  Square blocks along columns have none. Only weights have square blocks, and
+  the codes of their transpose are theirs, transposed.
   """
-  square = operand.block[0] > 1
-  return not (square and (transposed or operand.four_over_six))
+  return operand.block[0] == 1 or not transposed
 
 
 def quantize(
@@ -122,24 +121,48 @@ def _quantize_batch(x, streams, *, rows, columns, interpret, native):
   batch = x.shape[:-2]
   flat = x.reshape(-1, *x.shape[-2:])
 
-  def one(x, index):
+  @_launched
+  def one(x, index, streams):
     return _quantize(x, index, streams, rows, columns, interpret, native)
 
   if flat.shape[0] == 1:
-    out = one(flat[0], jnp.uint32(0))
+    out = one(flat[0], jnp.uint32(0), streams)
     out = jax.tree.map(lambda leaf: leaf[None], out)
   else:
     index = jnp.arange(flat.shape[0], dtype=jnp.uint32)
-    out = _over_batch(lambda args: one(*args), (flat, index))
+    out = jax.vmap(one, in_axes=(0, 0, None))(flat, index, streams)
   return jax.tree.map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), out)
 
 
-def _over_batch(function, arrays):
-  """``jax.vmap``, in parts where the batch is longer than a launch takes."""
-  size = jax.tree.leaves(arrays)[0].shape[0]
-  if size <= _BATCH:
-    return jax.vmap(function)(arrays)
-  return jax.lax.map(function, arrays, batch_size=_BATCH)
+def _launched(function, size: int = 1):
+  """A function whose ``jax.vmap`` comes in parts where it is too long.
+
+  Args:
+    function: of arrays, launches kernels.
+    size: how many batch elements ``function`` launches together.
+  """
+  call = jax.custom_batching.custom_vmap(function)
+
+  @call.def_vmap
+  def over(length, batched, *args):
+    axes = tuple(jax.tree.map(lambda b: 0 if b else None, batched))
+    if size * length <= _BATCH:
+      out = _launched(jax.vmap(function, axes), size * length)(*args)
+    else:
+      leaves, tree = jax.tree.flatten(args)
+      mapped = jax.tree.leaves(batched)
+
+      def one(rows):
+        rows = iter(rows)
+        each = zip(leaves, mapped, strict=True)
+        own = [next(rows) if is_mapped else leaf for leaf, is_mapped in each]
+        return _launched(function, size)(*tree.unflatten(own))
+
+      rows = [leaf for leaf, m in zip(leaves, mapped, strict=True) if m]
+      out = jax.lax.map(one, rows, batch_size=max(_BATCH // size, 1))
+    return out, jax.tree.map(lambda _: True, out)
+
+  return call
 
 
 def _quantize(x, batch, streams, rows, columns, interpret, native):
@@ -169,6 +192,8 @@ def _quantize(x, batch, streams, rows, columns, interpret, native):
   ):
     operands.append(request and _kernel_operand(request, amax, stream, batch))
   if square:
+    if rows.operand.four_over_six:
+      block_amax = _chosen(x, operands[0], block_amax, params)
     operands[0] = operands[0]._replace(block_amax=block_amax)
   results = quantize_kernel.quantize(
     x, operands[0], operands[1], params, native=native
@@ -186,6 +211,23 @@ def _quantize(x, batch, streams, rows, columns, interpret, native):
     scale = jnp.where(jnp.isnan(smallest), jnp.nan, decode)
     out.append((*arrays, scale))
   return tuple(out)
+
+
+def _chosen(x, operand, block_amax, params):
+  """The amax of square blocks, negative where that to 4 has the lesser error.
+
+  Args:
+    x: [m, k].
+    operand: as the kernel takes it.
+    block_amax: float32 [m, k / 16].
+    params: of the interpreter.
+  """
+  errors = errors_kernel.errors(
+    x, operand.scalars, block_amax, operand.config, params
+  )
+  six, four = (block_scaled.add_rows(error, BLOCK) for error in errors)
+  better = jnp.repeat(four < six, BLOCK, axis=0)[: x.shape[0]]
+  return jnp.where(better, -block_amax, block_amax)
 
 
 def _trim(q, m, k, request, transposed):
@@ -271,6 +313,7 @@ def decode(quantised: block_scaled.BlockScaled, *, interpret: bool = False):
   assert scales is not None
   scales = jnp.repeat(scales, quantised.block[0], axis=-2)[..., :rows, :]
 
+  @_launched
   def one(codes, scales):
     width = 2 * codes.shape[-1]
     shape = _padded_shape(rows, width, False)
@@ -284,5 +327,5 @@ def decode(quantised: block_scaled.BlockScaled, *, interpret: bool = False):
   if not batch:
     return one(codes, scales)
   flat = [a.reshape(-1, *a.shape[-2:]) for a in (codes, scales)]
-  values = _over_batch(lambda args: one(*args), flat)
+  values = jax.vmap(one)(*flat)
   return values.reshape(*batch, *values.shape[1:])

@@ -138,8 +138,8 @@ def quantize(
       tensor scale; its reciprocal; the least amax of a block that is not zero,
       NaN for an operand that is not finite.
     config: what is computed.
-    block_amax: float32, of blocks that reach beyond the tile; None
-      takes the amax of ``x``.
+    block_amax: float32, of blocks that reach beyond the tile, negative where
+      amax goes to 4; None takes the amax of ``x``.
     random: uint32 tile of random bits, for stochastic rounding.
     native: "rne" and "sr8", where the GPU rounds so itself.
 
@@ -147,51 +147,99 @@ def quantize(
     Two uint32 words of codes a block; a uint32 E4M3 code of each scale;
     and what ``decoded`` takes.
   """
-  per_block, tensor_scale, encode, smallest = scalars
-  top = tile.amax(x) if block_amax is None else block_amax
-  v = top * per_block
-  v = jnp.where((top >= smallest) & (v >= NORMAL), v, 0.0)
-
-  def scaled(v):
-    scale, value = round_block_scale(v, config)
-    live = jnp.where(value == 0.0, 1.0, value * tensor_scale)
-    return scale, value, x * tile.spread(tile.reciprocal(live))
-
+  top = tile.amax(x) if block_amax is None else jnp.abs(block_amax)
+  six, four = _ways(top, scalars, config)
   way = "rne" if config.rounding == "rne" else f"sr{config.sr_bits}"
   if way in native and not config.four_over_six:
-    scale, value, values = scaled(jnp.minimum(v, config.scale_max))
+    scale, value, values = _scaled(tile, x, six[0], scalars, config)
     words = tile.pack_native(values, random)
     zero = value == 0.0
     return [jnp.where(zero, jnp.uint32(0), w) for w in words], scale, None
-
-  def candidate(v, limit):
-    scale, value, values = scaled(v)
-    a = jnp.minimum(jnp.abs(values), limit)
-    index, magnitude = round_to_grid(a, config, random)
-    return scale, value, index, magnitude
-
-  best = candidate(jnp.minimum(v, config.scale_max), 6.0)
-  if config.four_over_six:
-    target = _clear_low_bits(x * encode)
-
-    def error(value, magnitude):
-      decoded = _with_sign_of(x, magnitude * tile.spread(value))
-      d = _clear_low_bits(decoded - target)
-      return tile.sum(d * d)
-
-    limit = 4.0 if config.scale == "restricted" else 6.0
-    top4 = np.float32(1.5 * config.scale_max)
-    other = candidate(jnp.minimum(1.5 * v, top4), limit)
-    better = error(*other[1::2]) < error(*best[1::2])
-    spread = tile.spread(better.astype(jnp.int32)) != 0
+  if not config.four_over_six:
+    best = _candidate(tile, x, six, scalars, config, random)
+  elif block_amax is None:
+    best = _candidate(tile, x, six, scalars, config, random)
+    other = _candidate(tile, x, four, scalars, config, random)
+    better = _error(tile, x, scalars, other) < _error(tile, x, scalars, best)
     best = tuple(
-      jnp.where(better if b.shape == better.shape else spread, o, b)
-      for o, b in zip(other, best, strict=True)
+      _select(tile, better, o, b) for o, b in zip(other, best, strict=True)
     )
+  else:
+    chosen = block_amax < 0.0
+    v, limit = jnp.where(chosen, four[0], six[0]), six[1]
+    if config.scale == "restricted":
+      limit = tile.spread(jnp.where(chosen, four[1], six[1]))
+    best = _candidate(tile, x, (v, limit), scalars, config, random)
   scale, value, index, magnitude = best
   zero = value == 0.0
   words = [jnp.where(zero, jnp.uint32(0), w) for w in tile.pack(index, x)]
   return words, scale, (value, magnitude)
+
+
+def errors(tile, x, scalars, config: Config, block_amax):
+  """Squared errors of a tile's blocks with their amax at 6, and at 4.
+
+  Args:
+    tile: where the blocks lie.
+    x: float32 tile.
+    scalars: as of ``quantize``.
+    config: what is computed, with nearest rounding.
+    block_amax: float32, of blocks that reach beyond the tile.
+
+  Returns:
+    Two float32 of each block, in units of the tensor scale.
+  """
+  return tuple(
+    _error(tile, x, scalars, _candidate(tile, x, way, scalars, config, None))
+    for way in _ways(block_amax, scalars, config)
+  )
+
+
+def _ways(top, scalars, config: Config):
+  """Scales of blocks before rounding, and where codes saturate.
+
+  Of blocks whose amax goes to 6, and of blocks whose amax goes to 4.
+  """
+  per_block, _, _, smallest = scalars
+  v = top * per_block
+  v = jnp.where((top >= smallest) & (v >= NORMAL), v, 0.0)
+  six = jnp.minimum(v, config.scale_max), 6.0
+  four = jnp.minimum(1.5 * v, np.float32(1.5 * config.scale_max))
+  return six, (four, 4.0 if config.scale == "restricted" else 6.0)
+
+
+def _scaled(tile, x, v, scalars, config: Config):
+  """Codes and values of block scales, and elements in their units."""
+  _, tensor_scale, _, _ = scalars
+  scale, value = round_block_scale(v, config)
+  live = jnp.where(value == 0.0, 1.0, value * tensor_scale)
+  return scale, value, x * tile.spread(tile.reciprocal(live))
+
+
+def _candidate(tile, x, way, scalars, config: Config, random):
+  """Codes and values of scales; indices and magnitudes of elements."""
+  v, limit = way
+  scale, value, values = _scaled(tile, x, v, scalars, config)
+  a = jnp.minimum(jnp.abs(values), limit)
+  index, magnitude = round_to_grid(a, config, random)
+  return scale, value, index, magnitude
+
+
+def _error(tile, x, scalars, candidate):
+  """Squared error of each block in units of the tensor scale."""
+  _, _, encode, _ = scalars
+  _, value, _, magnitude = candidate
+  target = _clear_low_bits(x * encode)
+  decoded = _with_sign_of(x, magnitude * tile.spread(value))
+  d = _clear_low_bits(decoded - target)
+  return tile.sum(d * d)
+
+
+def _select(tile, better, other, best):
+  """``other`` in the blocks where it is better."""
+  if best.shape != better.shape:
+    better = tile.spread(better.astype(jnp.int32)) != 0
+  return jnp.where(better, other, best)
 
 
 def decoded(tile, x, value, magnitude):

@@ -42,7 +42,8 @@ class Operand(NamedTuple):
     scalars: float32 [4], see ``arithmetic.quantize``.
     stream: uint32 [4] for stochastic rounding: two words of the key, loop
       counter, batch element.
-    block_amax: float32 [m, k / 16] of blocks of several rows; for rows only.
+    block_amax: float32 [m, k / 16] of blocks of several rows, negative where
+      4/6 chose 4; for rows only.
     packed: whether codes and scales are wanted.
     decoded: dtype in which decoded values are wanted, or None; E4M3 holds those
       of the restricted grid exactly.

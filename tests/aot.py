@@ -18,6 +18,7 @@ import numpy as np
 import fp4jax
 from pallas_kernels import amax
 from pallas_kernels import decode
+from pallas_kernels import errors
 from pallas_kernels import quantize
 
 SIGNS = 0xD7E8
@@ -184,6 +185,26 @@ def kernels(gpu: str) -> dict:
         x, quantize.Operand(rne, scalars, block_amax=tops), None
       ),
       bf16,
+      rest[0],
+      struct((512, 64), jnp.float32),
+    ),
+    "rows_square_exact": (
+      lambda x, scalars, tops: quantize.quantize(
+        x, quantize.Operand(exact, scalars, block_amax=tops), None
+      ),
+      bf16,
+      rest[0],
+      struct((512, 64), jnp.float32),
+    ),
+    "errors_six": (
+      lambda *args: errors.errors(*args, six),
+      bf16,
+      rest[0],
+      struct((512, 64), jnp.float32),
+    ),
+    "errors_exact": (
+      lambda *args: errors.errors(*args, exact),
+      f32,
       rest[0],
       struct((512, 64), jnp.float32),
     ),

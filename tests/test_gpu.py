@@ -233,19 +233,87 @@ def test_kernels_take_any_size(shape):
 
 
 def test_kernels_beyond_65535_programs_and_2_31_elements():
-  """[81920, 27648] BF16: 2.3e9 elements, 4.2 GiB; by parts of the reference."""
-  shape = 81920, 27648
+  """[81920, 27648] BF16: 2.3e9 elements, 4.2 GiB, both directions.
+
+  The reference quantises the first and the last rows and columns, and those
+  around element 2^31, each with an element of the whole operand's amax in it.
+  """
+  m, k = shape = 81920, 27648
   x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+  x = x.at[:, 0].set(8).at[0, :].set(8)  # the amax, in every part of it
+  rows = kernels.Request(Operand(), packed=True, decoded=False)
+  both = jax.jit(lambda x: kernels.quantize(x, rows, rows))
+  across, down = (q.codes for q in both(x))
+  middle = 2**31 // k // 16 * 16
+  for start in (0, middle - 32, middle, m - 64):
+    part = slice(start, start + 64)
+    want = fp4jax.quantize_array(x[part], Operand())
+    assert_equal_bits(
+      [
+        (across.codes[part], want.codes),
+        (across.scales[part], want.scales),
+        (across.tensor_scale, want.tensor_scale),
+      ]
+    )
+  for start in (0, k // 2, k - 64):
+    part = slice(start, start + 64)
+    want = fp4jax.quantize_array(x[:, part], Operand(), axis=-2)
+    assert_equal_bits(
+      [
+        (down.codes[part], want.codes),
+        (down.scales[part], want.scales),
+        (down.tensor_scale, want.tensor_scale),
+      ]
+    )
+
+
+def test_kernels_under_a_vmap_of_70000():
+  """More operands than CUDA launches programs along a batch."""
+  x = jax.random.t(jax.random.key(0), 3.0, (70_000, 16, 64), jnp.float32)
+  x = x.astype(jnp.bfloat16)
   request = kernels.Request(Operand(), packed=True, decoded=False)
-  rotated = kernels.Request(Operand(rht=Rht()), packed=True, decoded=False)
-  rows, columns = jax.jit(lambda x: kernels.quantize(x, request, rotated))(x)
-  top = jnp.max(jnp.abs(x)).astype(jnp.float32)
-  assert float(rows.tensor_scale) == pytest.approx(float(top) / 2688, rel=1e-6)
-  # The last rows, with an element of the whole operand's amax beside them.
-  tail = x[-64:].at[0, 0].set(top.astype(jnp.bfloat16))
-  want = fp4jax.quantize_array(tail, Operand())
-  assert_equal_bits([(rows.codes.codes[-63:], want.codes[1:])])
-  assert int(jnp.sum(columns.codes.scales[-256:, -4:] == 0)) == 0
+
+  def by_kernel(x):
+    q = kernels.quantize(x, request)[0].codes
+    return q.codes, q.scales, q.tensor_scale, kernels.decode(q)
+
+  def by_reference(x):
+    q = fp4jax.quantize_array(x, Operand())
+    return q.codes, q.scales, q.tensor_scale, q.decode()
+
+  got, want = (jax.jit(jax.vmap(f))(x) for f in (by_kernel, by_reference))
+  assert_equal_bits(list(zip(got, want, strict=True)))
+
+
+@pytest.mark.parametrize("name", ["all", "residuals"])
+def test_remat_of_kernels_changes_nothing(name):
+  """Gradients under jax.checkpoint are those without, bit for bit."""
+  x, w = (
+    jax.random.normal(jax.random.key(i), (512, 512), jnp.bfloat16)
+    for i in range(2)
+  )
+  policy = None
+  if name == "residuals":
+    policy = jax.checkpoint_policies.save_only_these_names(fp4jax.RESIDUAL)
+
+  def model(w, x):
+    numbers = (((1,), (0,)), ((), ()))
+    for i in range(2):
+      x = fp4jax.dot(
+        jnp.tanh(x),
+        w,
+        numbers,
+        recipe=recipes.nvfp4(),
+        key=jax.random.key(i),
+        backend="pallas",
+      )
+    return x.astype(jnp.float32).sum()
+
+  got, want = (
+    jax.jit(jax.grad(f, (0, 1)))(w, x)
+    for f in (jax.checkpoint(model, policy=policy), model)
+  )
+  assert_equal_bits(list(zip(got, want, strict=True)))
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])

@@ -143,8 +143,18 @@ def test_float16_is_read_exactly():
   check(operand_data((32, 64), "float16"), Operand(), Operand())
 
 
-def test_bits_of_square_blocks():
-  check(operand_data((40, 50), "bfloat16"), Operand(block=(16, 16)))
+@pytest.mark.parametrize(
+  "operand",
+  [
+    Operand(block=(16, 16)),
+    Operand(block=(16, 16), four_over_six=True),
+    Operand(format="nvfp4_fp8_exact", block=(16, 16), four_over_six=True),
+  ],
+  ids=["rne", "four_over_six", "exact"],
+)
+def test_bits_of_square_blocks(operand):
+  """A block's sixteen rows share a scale, and 4/6's choice by their error."""
+  check(operand_data((40, 50), "bfloat16"), operand)
 
 
 @pytest.mark.parametrize(
@@ -412,6 +422,28 @@ def test_long_batches_are_launched_in_parts(monkeypatch):
   assert_same_bits(got.codes.codes, want.codes)
   values = kernels.decode(got.codes, interpret=True)
   assert_same_bits(values, want.decode())
+
+
+def test_long_vmaps_are_launched_in_parts(monkeypatch):
+  """Operands under a user's vmap: elements 0 of batches of their own."""
+  x = operand_data((3, 2, 16, 64), "bfloat16")
+  sr = Operand(rounding="sr")
+  request = kernels.Request(sr, packed=True, decoded=False)
+
+  def quantised(x):
+    stream = STREAM, None
+    q, _ = kernels.quantize(x, request, None, stream, interpret=True)
+    return q.codes, kernels.decode(q.codes, interpret=True)
+
+  for most in (2, 5):
+    monkeypatch.setattr(kernels, "_BATCH", most)
+    jax.clear_caches()
+    codes, values = jax.vmap(jax.vmap(quantised))(x)
+    for i, j in np.ndindex(3, 2):
+      want = fp4jax.quantize_array(x[i, j], sr, STREAM)
+      assert_same_bits(codes.codes[i, j], want.codes)
+      assert_same_bits(codes.scales[i, j], want.scales)
+      assert_same_bits(values[i, j], want.decode())
 
 
 @pytest.mark.parametrize(
