@@ -156,7 +156,7 @@ def _launched(function, size: int = 1):
         rows = iter(rows)
         each = zip(leaves, mapped, strict=True)
         own = [next(rows) if is_mapped else leaf for leaf, is_mapped in each]
-        return _launched(function, size)(*tree.unflatten(own))
+        return _launched(function, size)(*jax.tree.unflatten(tree, own))
 
       rows = [leaf for leaf, m in zip(leaves, mapped, strict=True) if m]
       out = jax.lax.map(one, rows, batch_size=max(_BATCH // size, 1))

@@ -352,7 +352,11 @@ def test_b15_dense_general_equals_the_flattened_form(shape, dims):
 # Sizes
 
 
-@pytest.mark.parametrize("k", [1, 2, 15, 16, 17, 31, 33, 48, 60, 63, 65])
+@pytest.mark.parametrize(
+  "k",
+  [1, 15, 16, 17, 33, 63]
+  + [pytest.param(k, marks=pytest.mark.slow) for k in (2, 31, 48, 60, 65)],
+)
 def test_b01_any_contraction_equals_explicit_zero_padding(k):
   """In-features that are no multiple of 16: values and both gradients.
 
@@ -494,7 +498,10 @@ def test_b07_blocks_run_along_the_contracted_axis():
 # Zeros, tiny and non-finite numbers
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_fp8_exact", "fp8"])
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param("nvfp4", marks=pytest.mark.slow), "nvfp4_fp8_exact", "fp8"],
+)
 @pytest.mark.parametrize("powers", [(-60, -60, -60), (-30, -85, -35)])
 def test_a_product_of_tensor_scales_may_be_subnormal(name, powers):
   """Powers of two change no code: every result scales exactly, down to the
@@ -694,7 +701,9 @@ def keys(kind, count=3):
   return jax.vmap(lambda i: jax.random.key(i, impl=impl))(jnp.arange(count))
 
 
-@pytest.mark.parametrize("kind", ["typed", "raw", "rbg"])
+@pytest.mark.parametrize(
+  "kind", ["typed", "raw", pytest.param("rbg", marks=pytest.mark.slow)]
+)
 def test_c01_keys_are_ordinary_arguments(kind):
   """jit(grad), grad(jit), grad(scan of 3 keys), remat, vmap: the same bits."""
   x, w = normal(0, 8, 16), normal(1, 16, 16)

@@ -59,7 +59,10 @@ def model(mm):
   return run
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "fp8", "nvfp4_fp8_exact"])
+@pytest.mark.parametrize(
+  "name",
+  ["nvfp4", "fp8", pytest.param("nvfp4_fp8_exact", marks=pytest.mark.slow)],
+)
 def test_bits_are_those_of_products_apart(name):
   recipe = getattr(recipes, name)()
   ws, x = params(4, jnp.float32), inputs(jnp.float32)

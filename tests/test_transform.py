@@ -803,6 +803,7 @@ def test_forward_mode_is_refused():
     jax.jvp(lambda p: quantised(p, *args), (params,), (params,))
 
 
+@pytest.mark.slow  # nightly: traces everything once more
 def test_nothing_leaks():
   f, params, args = MODELS["rematerialised_scan"]
   quantised = fp4jax.quantize(functools.partial(f, plain), ALL_SR)

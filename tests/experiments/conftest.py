@@ -62,6 +62,7 @@ def compared(tmp_path_factory, cache) -> Compared:
   return Compared(comparison, workdir, config, output.getvalue())
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items):
   """One worker runs the tests of what is trained once a session."""
   for item in items:

@@ -150,7 +150,12 @@ runpy.run_module("experiments.train", run_name="__main__", alter_sys=True)
 @pytest.mark.parametrize(
   "sent, code, said",
   [
-    (signal.SIGINT, 130, "none: interrupted; no checkpoint is saved yet"),
+    pytest.param(
+      signal.SIGINT,
+      130,
+      "none: interrupted; no checkpoint is saved yet",
+      marks=pytest.mark.slow,  # nightly: SIGTERM takes the same way
+    ),
     (signal.SIGTERM, 143, "none: terminated; the checkpoint of step"),
   ],
 )
@@ -235,6 +240,7 @@ def test_finished_run_is_not_repeated(straight, cache, monkeypatch, tmp_path):
   assert before == {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
 
 
+@pytest.mark.slow  # nightly: other tests kill earlier
 def test_kill_after_the_last_step_loses_nothing(straight, cache, tmp_path):
   """Everything is there but the result: it comes without training."""
   workdir = _copy(straight, tmp_path)

@@ -193,6 +193,7 @@ def test_d09_accumulators_are_float32():
   assert float(grads["kernel"][0, 0]) == 1 + 2**-7
 
 
+@pytest.mark.slow  # nightly: in_fp4 is the harder case
 def test_d11_micro_batches_add_up_to_the_batch_in_bf16_policy():
   """4 x 2 sequences against 8, in float32 arithmetic: equal within 1e-6."""
   loss, params = _transformer_loss(fp4jax.policies.bf16(), "float32")

@@ -163,7 +163,9 @@ def test_grouped_queries_are_full_attention_with_repeated_keys():
   )
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+  "scan", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_d07_bf16_policy_changes_no_bit(scan):
   """Loss and every gradient, compiled, in BF16 arithmetic."""
 
