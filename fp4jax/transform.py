@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
+import warnings
 
 from flax import linen
 from flax import nnx
@@ -350,6 +351,16 @@ class Quantized:
     for site in resolved:
       for decision in site:
         backends.check(decision.recipe, self.backend)
+    quantised = any(d.recipe.quantises for site in resolved for d in site)
+    inside = [s.name for s in sites if "transpose(" in s.name]
+    if quantised and inside:
+      warnings.warn(
+        f"quantize: {errors.shown(self.model_fn)} differentiates inside itself"
+        f" ({inside[0]}), where derivatives are not the recipe's: GEMMs of its"
+        " backward pass are taken for layers, or stay as written. Pass the"
+        " forward function and differentiate what quantize returns.",
+        stacklevel=4,
+      )
     plan = interpreter.Plan(linear, decisions, self.backend)
     return _Program(jaxpr, plan, tabulate(sites, decisions, self.backend))
 

@@ -803,6 +803,22 @@ def test_forward_mode_is_refused():
     jax.jvp(lambda p: quantised(p, *args), (params,), (params,))
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_differentiating_inside_warns(jit, recwarn):
+  """The derivative of a quantised function is the recipe's; that of a plain
+  one, quantised afterwards, is not. The former does not warn."""
+  w, x = jnp.ones((32, 16)), jnp.ones((8, 32))
+  loss = lambda w, x: ((x @ w) ** 2).sum()
+  gradient = jax.grad(loss)
+  gradient = jax.jit(gradient) if jit else gradient
+  jax.grad(fp4jax.quantize(loss, ALL))(w, x)
+  assert not recwarn.list
+  fp4jax.quantize(gradient, policies.bf16())(w, x)
+  assert not recwarn.list
+  with pytest.warns(UserWarning, match="differentiate what quantize returns"):
+    fp4jax.quantize(gradient, ALL)(w, x)
+
+
 @pytest.mark.slow  # nightly: traces everything once more
 def test_nothing_leaks():
   f, params, args = MODELS["rematerialised_scan"]
