@@ -72,7 +72,8 @@ def test_quantisation_is_in_the_program(compiled):
     nearest = native and not random
     assert ("cvt.rn.satfinite.e2m1x2.f32" in output) == nearest, name
     assert ("cvt.rs.satfinite.e2m1x4.f32" in output) == random, name
-    packs = not native and name != "columns_rht_decoded"
+    codes = name != "columns_rht_decoded" and not name.startswith("errors")
+    packs = codes and not native
     assert ("shf.l.wrap.b32" in output) == packs, name
     # Philox multiplies twenty times a draw of eight elements.
     assert (output.count("mul.wide.u32") >= 30) == ("_sr" in name), name
