@@ -136,6 +136,13 @@ def kernels(gpu: str) -> dict:
   two_deep = struct((32, 128), jnp.bfloat16)
   rest = struct((4,), jnp.float32), struct((4,), jnp.uint32)
   codes = struct((512, 512), jnp.uint8), struct((512, 64), jnp.uint8)
+  tops = struct((512, 64), jnp.float32)  # amax of the block of sixteen elements
+
+  def square(config):
+    return lambda x, scalars, tops: quantize.quantize(
+      x, quantize.Operand(config, scalars, block_amax=tops), None
+    )
+
   found = {
     "rows": (_quantise(rne, None), bf16, *rest),
     "rows_f32": (_quantise(rne, None), f32, *rest),
@@ -180,33 +187,19 @@ def kernels(gpu: str) -> dict:
       *rest,
     ),
     "columns_rht_two_deep": (_quantise(None, rotated), two_deep, *rest),
-    "rows_square": (
-      lambda x, scalars, tops: quantize.quantize(
-        x, quantize.Operand(rne, scalars, block_amax=tops), None
-      ),
-      bf16,
-      rest[0],
-      struct((512, 64), jnp.float32),
-    ),
-    "rows_square_exact": (
-      lambda x, scalars, tops: quantize.quantize(
-        x, quantize.Operand(exact, scalars, block_amax=tops), None
-      ),
-      bf16,
-      rest[0],
-      struct((512, 64), jnp.float32),
-    ),
+    "rows_square": (square(rne), bf16, rest[0], tops),
+    "rows_square_exact": (square(exact), bf16, rest[0], tops),
     "errors_six": (
       lambda *args: errors.errors(*args, six),
       bf16,
       rest[0],
-      struct((512, 64), jnp.float32),
+      tops,
     ),
     "errors_exact": (
       lambda *args: errors.errors(*args, exact),
       f32,
       rest[0],
-      struct((512, 64), jnp.float32),
+      tops,
     ),
     "rows_vmap": (
       jax.vmap(_quantise(rne, None), in_axes=(0, None, None)),
