@@ -48,7 +48,7 @@ def cases(x) -> dict[str, tuple[Callable, tuple, float]]:
   """Functions, their arguments, and the bytes an element that they move."""
   stream = rounding.site_stream(jax.random.key(1))
   scalars = kernel_scalars(x)
-  words = jnp.concatenate([stream, jnp.zeros(1, jnp.uint32)])
+  words = jnp.concatenate([stream, jnp.zeros(3, jnp.uint32)])
   config = quantize.Config
   rne, sr = config(), config(rounding="sr")
   rotated = config(signs=0xD7E8)

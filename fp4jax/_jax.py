@@ -176,9 +176,16 @@ def default_device():
   return jax.devices(device)[0] if isinstance(device, str) else device
 
 
+def mesh_axes(kind: str) -> tuple[str, ...]:
+  """The axes of the mesh around that are "Manual", "Explicit" or "Auto"."""
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+  return tuple(name for name, type_ in axes if type_.name == kind)
+
+
 def device_count() -> int:
   """Devices of the default device's platform in this process and others."""
-  return len(jax.devices(default_device().platform))
+  return default_device().client.device_count()
 
 
 def compiles_units() -> bool:

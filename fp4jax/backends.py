@@ -19,11 +19,7 @@ class Choice(NamedTuple):
   reason: str
 
 
-def check(
-  recipe: recipes.Recipe,
-  backend: str | None = None,
-  shards: tuple[str, ...] = (),
-) -> Choice:
+def check(recipe: recipes.Recipe, backend: str | None = None) -> Choice:
   """The backend that serves ``recipe``, asked beforehand.
 
   Args:
@@ -31,9 +27,7 @@ def check(
     backend: "pallas", kernels for NVIDIA GPUs of compute capability 9.0 and
       later; "reference", ``jax.numpy`` on any device; "pallas_interpret", the
       kernels run slowly on a CPU, for tests; None takes the kernels where they
-      can serve and there is one device to serve, else the reference. All give
-      the same bits.
-    shards: axes of a ``shard_map`` around, over which the operands differ.
+      can serve, else the reference. All give the same bits.
 
   Returns:
     The backend's name, and why it was chosen.
@@ -58,10 +52,15 @@ def check(
   if backend == "reference":
     return Choice("reference", "it was asked for")
   obstacle = _unserved(recipe)
-  if shards:
+  if manual := _jax.mesh_axes("Manual"):
     obstacle = obstacle or (
-      f"the operands are shards over {', '.join(shards)} of a shard_map, which"
-      " the kernels do not follow yet"
+      f"it runs inside a shard_map over {', '.join(manual)}, which the kernels"
+      " do not follow yet"
+    )
+  if explicit := _jax.mesh_axes("Explicit"):
+    obstacle = obstacle or (
+      f"the axes {', '.join(explicit)} of the mesh are explicit, and the"
+      " kernels follow auto axes alone"
     )
   if backend != "pallas_interpret":
     obstacle = obstacle or _device_obstacle()
@@ -73,8 +72,6 @@ def check(
         " every device."
       )
     return Choice(backend, "it was asked for")
-  if obstacle is None and _jax.device_count() > 1:
-    obstacle = "the kernels do not yet follow the sharding of several devices"
   if obstacle:
     return Choice("reference", obstacle)
   return Choice("pallas", "the device and the recipe have kernels")

@@ -21,7 +21,6 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from fp4jax import _jax
 from fp4jax import backends
 from fp4jax import recipes
 from fp4jax import rounding
@@ -124,8 +123,7 @@ def product(
       )
   if weight not in ("lhs", "rhs"):
     raise ValueError(f"{site}: weight={weight!r}; use 'lhs' or 'rhs'.")
-  shards = _jax.varying_axes(lhs, rhs)
-  backend = backends.check(recipe, backend, shards).name
+  backend = backends.check(recipe, backend).name
   out = jax.eval_shape(
     lambda lhs, rhs: lax.dot_general(
       lhs,

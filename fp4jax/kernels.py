@@ -19,6 +19,7 @@ from fp4jax import formats
 from fp4jax import hadamard
 from fp4jax import recipes
 from fp4jax import scaling
+from fp4jax import sharding
 from pallas_kernels import amax as amax_kernel
 from pallas_kernels import compat
 from pallas_kernels import decode as decode_kernel
@@ -115,118 +116,237 @@ def quantize(
   jax.jit, static_argnames=("rows", "columns", "interpret", "native")
 )
 def _quantize_batch(x, streams, *, rows, columns, interpret, native):
-  """``_quantize`` of each batch element."""
+  """``_quantize`` of the flattened batch."""
   if x.dtype not in (jnp.bfloat16, jnp.float32):
     x = scaling.read(x)
   batch = x.shape[:-2]
   flat = x.reshape(-1, *x.shape[-2:])
+  index = jnp.arange(flat.shape[0], dtype=jnp.uint32)[:, None]
 
-  @_launched
-  def one(x, index, streams):
-    return _quantize(x, index, streams, rows, columns, interpret, native)
+  def with_index(stream):
+    stream = jnp.broadcast_to(stream, (*index.shape[:1], 3))
+    return jnp.concatenate([stream, index], 1)
 
-  if flat.shape[0] == 1:
-    out = one(flat[0], jnp.uint32(0), streams)
-    out = jax.tree.map(lambda leaf: leaf[None], out)
-  else:
-    index = jnp.arange(flat.shape[0], dtype=jnp.uint32)
-    out = jax.vmap(one, in_axes=(0, 0, None))(flat, index, streams)
+  streams = jax.tree.map(with_index, tuple(streams))
+  params = compat.interpret_params() if interpret else None
+
+  @_batched
+  def run(x, streams):
+    return _quantize(x, streams, rows, columns, params, native)
+
+  out = run(flat, streams)
   return jax.tree.map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), out)
 
 
-def _launched(function, size: int = 1):
-  """A function whose ``jax.vmap`` comes in parts where it is too long.
-
-  Args:
-    function: of arrays, launches kernels.
-    size: how many batch elements ``function`` launches together.
-  """
+def _batched(function):
+  """A function of arrays [b, ...] under whose ``jax.vmap`` b is longer."""
   call = jax.custom_batching.custom_vmap(function)
 
   @call.def_vmap
   def over(length, batched, *args):
-    axes = tuple(jax.tree.map(lambda b: 0 if b else None, batched))
-    if size * length <= _BATCH:
-      out = _launched(jax.vmap(function, axes), size * length)(*args)
-    else:
-      leaves, tree = jax.tree.flatten(args)
-      mapped = jax.tree.leaves(batched)
+    def merged(x, is_batched):
+      x = x if is_batched else jnp.broadcast_to(x, (length, *x.shape))
+      return x.reshape(-1, *x.shape[2:])
 
-      def one(rows):
-        rows = iter(rows)
-        each = zip(leaves, mapped, strict=True)
-        own = [next(rows) if is_mapped else leaf for leaf, is_mapped in each]
-        return _launched(function, size)(*jax.tree.unflatten(tree, own))
-
-      rows = [leaf for leaf, m in zip(leaves, mapped, strict=True) if m]
-      out = jax.lax.map(one, rows, batch_size=max(_BATCH // size, 1))
+    out = _batched(function)(*jax.tree.map(merged, args, tuple(batched)))
+    out = jax.tree.map(lambda x: x.reshape(length, -1, *x.shape[1:]), out)
     return out, jax.tree.map(lambda _: True, out)
 
   return call
 
 
-def _quantize(x, batch, streams, rows, columns, interpret, native):
-  """Codes, scales, decoded values and tensor scale of each direction."""
-  m, k = x.shape
-  params = compat.interpret_params() if interpret else None
-  x = _pad(x, _padded_shape(m, k, columns is not None))
-  rotation = columns and columns.operand.rht
+def _by_shards(function, args, outs, whole, params):
+  """A function of a shard and one batch element, of all of both.
+
+  ``sharding.shardable`` says what the arguments are. The interpreter's
+  callbacks are not partitioned.
+  """
+
+  def local(shard, *arrays):
+    return _each(functools.partial(function, shard), *arrays)
+
+  if params is not None:
+    return functools.partial(local, sharding.Shard())
+  return sharding.shardable(local, args, outs, whole)
+
+
+def _each(function, *arrays):
+  """A function of every batch element, launched together."""
+  count = arrays[0].shape[0]
+  if count == 1:
+    out = function(*(a[0] for a in arrays))
+    return jax.tree.map(lambda leaf: leaf[None], out)
+  if count <= _BATCH:
+    return jax.vmap(function)(*arrays)
+  return jax.lax.map(lambda a: function(*a), arrays, batch_size=_BATCH)
+
+
+def _quantize(x, streams, rows, columns, params, native):
+  """Codes, scales, decoded values and tensor scale of each direction.
+
+  Args:
+    x: [b, m, k].
+    streams: uint32 [b, 4] of each direction that rounds stochastically.
+    rows: how rows are quantised, or None.
+    columns: how columns are, or None.
+    params: of the interpreter.
+    native: what the GPU rounds itself.
+  """
+  _, m, k = x.shape
   square = rows is not None and rows.operand.block[0] == BLOCK
-  block_amax = plain = rotated = None
+  blocks_down = columns is not None or square
+  x = _pad(
+    x, (_up(m, BLOCK if blocks_down else 1), _up(k, BLOCK if rows else 1))
+  )
+  rotation = columns and columns.operand.rht
   if square:
-    magnitude = scaling.magnitude(scaling.read(x))
-    tops = scaling.block_amax(magnitude, rows.operand.block)
-    block_amax = jnp.repeat(tops, BLOCK, axis=0)[: x.shape[0]]
+    tops = scaling.block_amax(
+      scaling.magnitude(scaling.read(x)), rows.operand.block
+    )
     plain = scaling.operand_amax(tops)
-  if not square or columns is not None:
-    plain, rotated = _amax(x, rotation, params)
+  if rotation:
+    own, rotated = _amax(x, rotation, params)
+    plain = plain if square else own
+  elif not square:
+    plain = scaling.operand_amax(scaling.magnitude(scaling.read(x)))
+  along = plain
   if rows is not None and rows.operand.rht:  # no recipe of ours does
     turned = hadamard.rht(scaling.read(x), rows.operand.rht)
     along = scaling.operand_amax(scaling.magnitude(turned))
-  else:
-    along = plain
-  requests = rows, columns
-  operands: list = []
-  for request, amax, stream in zip(
-    requests, (along, rotated if rotation else plain), streams, strict=True
-  ):
-    operands.append(request and _kernel_operand(request, amax, stream, batch))
+  operands: list = [
+    request and _kernel_operand(request, amax, stream)
+    for request, amax, stream in (
+      (rows, along, streams[0]),
+      (columns, rotated if rotation else plain, streams[1]),
+    )
+  ]
   if square:
+    block_amax = jnp.repeat(tops, BLOCK, axis=1)
     if rows.operand.four_over_six:
       block_amax = _chosen(x, operands[0], block_amax, params)
     operands[0] = operands[0]._replace(block_amax=block_amax)
-  results = quantize_kernel.quantize(
-    x, operands[0], operands[1], params, native=native
-  )
+  results = _launched(x, operands, params, native)
   out: list = []
   for request, operand, transposed in zip(
-    requests, operands, (False, True), strict=True
+    (rows, columns), operands, (False, True), strict=True
   ):
     if request is None:
       out.append(None)
       continue
     arrays = _trim(results.pop(0), m, k, request, transposed)
     # The scale of an operand that is not finite is not, either.
-    _, decode, _, smallest = operand.scalars
+    _, decode, _, smallest = jnp.moveaxis(operand.scalars, -1, 0)
     scale = jnp.where(jnp.isnan(smallest), jnp.nan, decode)
     out.append((*arrays, scale))
   return tuple(out)
+
+
+def _launched(x, operands, params, native) -> list:
+  """The results of the quantise kernel, shard by shard.
+
+  Args:
+    x: [b, m, k], k a multiple of sixteen for rows, m for columns.
+    operands: of rows and columns, None for what is not wanted; their arrays
+      have an axis for the batch.
+    params: of the interpreter.
+    native: what the GPU rounds itself.
+  """
+  arrays, args = [x], ["b m k"]
+  outs, whole = [], ""
+  for operand, out, inner in zip(
+    operands, ("b m k", "b k m"), "km", strict=True
+  ):
+    if operand is None:
+      continue
+    whole += inner if operand.block_amax is None else "mk"
+    arrays.append(operand.scalars)
+    args.append("b .")
+    if operand.stream is not None:
+      arrays.append(operand.stream)
+      args.append("b .")
+    if operand.block_amax is not None:
+      arrays.append(operand.block_amax)
+      args.append("b m k/16")
+    if operand.packed:
+      outs += [f"{out}/2", f"{out}/16"]
+    if operand.decoded is not None:
+      outs.append("b m k")
+
+  def one(shard, x, *arrays):
+    rest = list(arrays)
+    m, k = x.shape
+    shape = _padded_shape(m, k, operands[1] is not None)
+    own: list = [None, None]
+    for i, operand in enumerate(operands):
+      if operand is None:
+        continue
+      operand = operand._replace(scalars=rest.pop(0))
+      if operand.stream is not None:
+        row, block = (shard.row, shard.column)[:: -1 if i else 1]
+        place = (jnp.full(1, p, jnp.uint32) for p in (row, block // BLOCK))
+        stream = jnp.concatenate([rest.pop(0), *place])
+        operand = operand._replace(stream=stream)
+      if operand.block_amax is not None:
+        amax = _pad(rest.pop(0), (shape[0], shape[1] // BLOCK))
+        operand = operand._replace(block_amax=amax)
+      own[i] = operand
+    found = quantize_kernel.quantize(
+      _pad(x, shape), own[0], own[1], params, native
+    )
+    out = []
+    for i, operand in enumerate(own):
+      if operand is None:
+        continue
+      q, (outer, inner) = found.pop(0), (m, k)[:: -1 if i else 1]
+      if operand.packed:
+        out.append(q.codes[:outer, : inner // 2])
+        out.append(q.scales[:outer, : inner // BLOCK])
+      if operand.decoded is not None:
+        out.append(q.decoded[:m, :k])
+    return tuple(out)
+
+  flat = list(_by_shards(one, args, outs, whole, params)(*arrays))
+  return [
+    quantize_kernel.Quantized(
+      flat.pop(0) if operand.packed else None,
+      flat.pop(0) if operand.packed else None,
+      flat.pop(0) if operand.decoded is not None else None,
+    )
+    for operand in operands
+    if operand is not None
+  ]
 
 
 def _chosen(x, operand, block_amax, params):
   """The amax of square blocks, negative where that to 4 has the lesser error.
 
   Args:
-    x: [m, k].
+    x: [b, m, k], both sizes multiples of sixteen.
     operand: as the kernel takes it.
-    block_amax: float32 [m, k / 16].
+    block_amax: float32 [b, m, k / 16].
     params: of the interpreter.
   """
-  errors = errors_kernel.errors(
-    x, operand.scalars, block_amax, operand.config, params
+
+  def one(shard, x, scalars, block_amax):
+    del shard
+    m, k = x.shape
+    shape = _padded_shape(m, k, False)
+    errors = errors_kernel.errors(
+      _pad(x, shape),
+      scalars,
+      _pad(block_amax, (shape[0], shape[1] // BLOCK)),
+      operand.config,
+      params,
+    )
+    return tuple(error[:m, : k // BLOCK] for error in errors)
+
+  args = ["b m k", "b .", "b m k/16"]
+  errors = _by_shards(one, args, ["b m k/16"] * 2, "mk", params)
+  six, four = (
+    block_scaled.add_rows(error, BLOCK)
+    for error in errors(x, operand.scalars, block_amax)
   )
-  six, four = (block_scaled.add_rows(error, BLOCK) for error in errors)
-  better = jnp.repeat(four < six, BLOCK, axis=0)[: x.shape[0]]
+  better = jnp.repeat(four < six, BLOCK, axis=1)
   return jnp.where(better, -block_amax, block_amax)
 
 
@@ -234,26 +354,23 @@ def _trim(q, m, k, request, transposed):
   """Codes, scales and decoded values without the padding."""
   codes, scales, decoded = q
   outer, inner = (k, m) if transposed else (m, k)
-  blocks = -(-inner // BLOCK)
+  inner = _up(inner, BLOCK)
   if codes is not None:
-    codes = codes[:outer, : blocks * BLOCK // 2]
+    codes = codes[:, :outer]
     # Rows of a square block share their scale.
-    scales = scales[: outer : request.operand.block[0], :blocks]
+    scales = scales[:, : outer : request.operand.block[0]]
   if decoded is not None:
     if request.operand.rht:
-      inner = blocks * BLOCK
-    decoded = decoded[:inner, :outer] if transposed else decoded[:outer, :inner]
+      m, k = (inner, k) if transposed else (m, inner)
+    decoded = decoded[:, :m, :k]
   return codes, scales, decoded
 
 
-def _kernel_operand(request, amax, stream, batch):
-  """A request as the kernel takes it."""
+def _kernel_operand(request, amax, stream):
+  """A request as the kernel takes it, an axis for the batch in its arrays."""
   operand = request.operand
   scale = scaling.two_level_scale(amax, operand)
-  finite = jnp.isfinite(amax)
-  smallest = jnp.where(finite, scaling.SMALLEST, jnp.nan)
-  if operand.rounding == "sr":
-    stream = jnp.concatenate([stream, batch[None]])
+  smallest = jnp.where(jnp.isfinite(amax), scaling.SMALLEST, jnp.nan)
   return quantize_kernel.Operand(
     quantize_kernel.Config(
       rounding=operand.rounding,
@@ -263,7 +380,7 @@ def _kernel_operand(request, amax, stream, batch):
       four_over_six=operand.four_over_six,
       signs=operand.rht.signs if operand.rht else None,
     ),
-    jnp.stack([scale.per_block, scale.decode, scale.encode, smallest]),
+    jnp.stack([scale.per_block, scale.decode, scale.encode, smallest], -1),
     stream if operand.rounding == "sr" else None,
     packed=request.packed,
     decoded=jnp.bfloat16 if request.decoded else None,
@@ -271,13 +388,14 @@ def _kernel_operand(request, amax, stream, batch):
 
 
 def _amax(x, rotation, params):
-  """Amax of an operand and of its rotation along columns."""
-  m, k = x.shape
-  if registers.columns(m, k, False) is None:  # and so no rotation
-    return scaling.operand_amax(scaling.magnitude(scaling.read(x))), None
-  return amax_kernel.amax(
-    x, signs=rotation.signs if rotation else None, interpret=params
-  )
+  """float32 [b] amax of an operand and of its rotation along columns."""
+
+  def one(shard, x):
+    del shard
+    x = _pad(x, _padded_shape(x.shape[0], x.shape[1], columns=True))
+    return amax_kernel.amax(x, signs=rotation.signs, interpret=params)
+
+  return _by_shards(one, ["b m k"], ["b", "b"], "m", params)(x)
 
 
 def _padded_shape(m, k, columns: bool) -> tuple[int, int]:
@@ -299,9 +417,11 @@ def _up(size, multiple):
 
 
 def _pad(x, shape):
-  if x.shape == shape:
+  """Zeros behind the last two axes, up to a shape."""
+  rest = [(0, n - s) for n, s in zip(shape, x.shape[-2:], strict=True)]
+  if not any(after for _, after in rest):
     return x
-  return jnp.pad(x, [(0, n - s) for n, s in zip(shape, x.shape, strict=True)])
+  return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), *rest])
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -313,19 +433,22 @@ def decode(quantised: block_scaled.BlockScaled, *, interpret: bool = False):
   assert scales is not None
   scales = jnp.repeat(scales, quantised.block[0], axis=-2)[..., :rows, :]
 
-  @_launched
-  def one(codes, scales):
-    width = 2 * codes.shape[-1]
-    shape = _padded_shape(rows, width, False)
+  def one(shard, codes, scales):
+    del shard
+    m, k = codes.shape[0], 2 * codes.shape[1]
+    shape = _padded_shape(m, k, False)
     values = decode_kernel.decode(
       _pad(codes, (shape[0], shape[1] // 2)),
       _pad(scales, (shape[0], shape[1] // BLOCK)),
       interpret=params,
     )
-    return values[:rows, :k]
+    return (values[:m, :k],)
 
-  if not batch:
-    return one(codes, scales)
-  flat = [a.reshape(-1, *a.shape[-2:]) for a in (codes, scales)]
-  values = jax.vmap(one)(*flat)
-  return values.reshape(*batch, *values.shape[1:])
+  args = ["b m k/2", "b m k/16"]
+
+  @_batched
+  def run(codes, scales):
+    return _by_shards(one, args, ["b m k"], "k", params)(codes, scales)
+
+  (values,) = run(*(a.reshape(-1, *a.shape[-2:]) for a in (codes, scales)))
+  return values[..., :k].reshape(*batch, rows, k)

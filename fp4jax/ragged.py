@@ -17,7 +17,6 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from fp4jax import _jax
 from fp4jax import backends
 from fp4jax import formats
 from fp4jax import recipes
@@ -79,8 +78,7 @@ def ragged_dot(
   for name, x in (("lhs", lhs), ("rhs", rhs)):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       raise ValueError(f"{site}: {name} has dtype {x.dtype}, needed a float.")
-  shards = _jax.varying_axes(lhs, rhs, group_sizes)
-  backend = backends.check(recipe, backend, shards).name
+  backend = backends.check(recipe, backend).name
   dtype = np.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
   spec = Spec(recipe, dtype, precision, site, backend)
   streams = None if key is None else operand_streams(key)

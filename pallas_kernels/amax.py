@@ -17,17 +17,17 @@ PROGRAMS = 528  # four for each multiprocessor of an H200
 UNROLL = 4  # tiles in flight
 
 
-def amax(x, *, signs: int | None = None, plain: bool = True, interpret=None):
+def amax(x, *, signs: int | None = None, interpret=None):
   """Largest magnitudes of an operand and of its rotation along columns.
 
   Args:
     x: [m, k] BF16 or float32 of sizes that ``registers.COLUMN_SHAPES`` has.
     signs: sign bits of the rotation; None without one.
-    plain: whether the operand's own amax is wanted.
     interpret: ``compat.interpret_params()`` on a CPU.
 
   Returns:
-    Two float32 scalars, None for what was not wanted. NaN and Inf propagate.
+    The operand's own amax and that of its rotation, None without one: float32
+    scalars. NaN and Inf propagate.
 
   Raises:
     ValueError: for sizes that the tiles do not divide.
@@ -47,7 +47,7 @@ def amax(x, *, signs: int | None = None, plain: bool = True, interpret=None):
   steps = -(-tiles // programs)
   unroll = min(UNROLL, steps)
   steps = -(-steps // unroll)
-  wanted = [plain, signs is not None]
+  count = 1 if signs is None else 2
 
   def kernel(x_ref, *outs):
     program = lax.axis_index("program")
@@ -62,7 +62,7 @@ def amax(x, *, signs: int | None = None, plain: bool = True, interpret=None):
         loaded.append(compat.load(x_ref.at[place], tile.layout))
       for x in loaded:
         x = x.astype(jnp.float32)
-        values = [x] if plain else []
+        values = [x]
         if signs is not None:
           values.append(tile.rht(x, signs, rounded=False))
         maxima = tuple(
@@ -71,30 +71,26 @@ def amax(x, *, signs: int | None = None, plain: bool = True, interpret=None):
         )
       return maxima
 
-    zeros = tuple(tile.constant(jnp.int32(0)) for w in wanted if w)
+    zeros = (tile.constant(jnp.int32(0)),) * count
     maxima = lax.fori_loop(0, steps, step, zeros)
     for out, most in zip(outs, maxima, strict=True):
       compat.store(out.at[program], most)
 
-  n = sum(wanted)
-  outs = list(
-    plgpu.kernel(
-      kernel,
-      out_type=(jax.ShapeDtypeStruct((programs, *tile.block_shape), jnp.int32),)
-      * n,
-      grid=(programs,),
-      grid_names=("program",),
-      compiler_params=plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-      ),
-      **({} if interpret is None else {"interpret": interpret}),
-    )(x)
+  outs = plgpu.kernel(
+    kernel,
+    out_type=(jax.ShapeDtypeStruct((programs, *tile.block_shape), jnp.int32),)
+    * count,
+    grid=(programs,),
+    grid_names=("program",),
+    compiler_params=plgpu.CompilerParams(
+      lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+    ),
+    **({} if interpret is None else {"interpret": interpret}),
+  )(x)
+  own, *rotated = (
+    lax.bitcast_convert_type(jnp.max(most), jnp.float32) for most in outs
   )
-  maxima = [
-    lax.bitcast_convert_type(jnp.max(outs.pop(0)), jnp.float32) if w else None
-    for w in wanted
-  ]
-  own, rotated = maxima
-  if rotated is not None:  # rounding keeps the order: once is enough
-    rotated = lax.reduce_precision(rotated * 0.25, 8, 7)
-  return own, rotated
+  if not rotated:
+    return own, None
+  # Rounding keeps the order: once is enough.
+  return own, lax.reduce_precision(rotated[0] * 0.25, 8, 7)

@@ -40,8 +40,9 @@ class Operand(NamedTuple):
   Attributes:
     config: what is computed.
     scalars: float32 [4], see ``arithmetic.quantize``.
-    stream: uint32 [4] for stochastic rounding: two words of the key, loop
-      counter, batch element.
+    stream: uint32 [6] for stochastic rounding: two words of the key, loop
+      counter, batch element; row of codes and block of the first element, of a
+      shard of a larger operand, else zeros.
     block_amax: float32 [m, k / 16] of blocks of several rows, negative where
       4/6 chose 4; for rows only.
     packed: whether codes and scales are wanted.
@@ -265,7 +266,8 @@ class _Direction:
     stream = amax_ref = codes_ref = scales_ref = decoded_ref = None
     if operand.config.rounding == "sr":
       stream_ref = source.pop(0)
-      stream = [stream_ref[i] for i in range(2 + 2 * registers.ROUNDS)]
+      words = 4 + 2 * registers.ROUNDS
+      stream = [stream_ref[i] for i in range(words)]
     if operand.block_amax is not None:
       amax_ref = source.pop(0)
     if operand.packed:
@@ -283,8 +285,8 @@ class _Direction:
       x = tile.rht(x, config.signs)
     random = None
     if stream is not None:
-      loop, batch, *keys = stream
-      counter = place, row, batch, loop
+      loop, batch, first_row, first_block, *keys = stream
+      counter = place + first_block, row + first_row, batch, loop
       random = tile.random_bits(counter, keys, config.sr_bits)
     words, scale, parts = arithmetic.quantize(
       tile,

@@ -668,8 +668,10 @@ def _f32(bits):
 def round_keys(key):
   """uint32 [20]: the two words that Philox adds in each of its rounds."""
   rounds = jnp.arange(ROUNDS, dtype=jnp.uint32)
-  steps = rounds[:, None] * jnp.array([WEYL], jnp.uint32)
-  return (key[None] + steps).reshape(-1)
+  words = (
+    word + rounds * jnp.uint32(w) for word, w in zip(key, WEYL, strict=True)
+  )
+  return jnp.stack(list(words), axis=-1).reshape(-1)
 
 
 class _Mlir:

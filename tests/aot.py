@@ -134,7 +134,7 @@ def kernels(gpu: str) -> dict:
   six = config(scale_max=256.0, four_over_six=True)
   small = struct((16, 256), jnp.bfloat16)
   two_deep = struct((32, 128), jnp.bfloat16)
-  rest = struct((4,), jnp.float32), struct((4,), jnp.uint32)
+  rest = struct((4,), jnp.float32), struct((6,), jnp.uint32)
   codes = struct((512, 512), jnp.uint8), struct((512, 64), jnp.uint8)
   tops = struct((512, 64), jnp.float32)  # amax of the block of sixteen elements
 
@@ -206,7 +206,7 @@ def kernels(gpu: str) -> dict:
       struct((3, 64, 128), jnp.bfloat16),
       *rest,
     ),
-    "dot_remat": (_rematerialised, bf16, bf16, rest[1]),
+    "dot_remat": (_rematerialised, bf16, bf16, struct((4,), jnp.uint32)),
     "amax": (amax.amax, bf16),
     "amax_rht": (lambda x: amax.amax(x, signs=SIGNS), bf16),
     "rows_decoded_e4m3": (

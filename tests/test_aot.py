@@ -6,6 +6,8 @@ and codes packed. (XLA:GPU deletes plain cast pairs; a kernel's cannot be.)
 """
 
 import importlib.util
+import json
+import math
 import os
 from pathlib import Path
 import re
@@ -23,28 +25,32 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=sorted(aot.GPUS))
-def compiled(request):
-  """The GPU, and each kernel's PTX and the words of ptxas."""
-  environment = {
-    **os.environ,
-    "JAX_PLATFORMS": "cpu",
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-    "MOSAIC_GPU_DUMP_PTX": "1",
-    "MOSAIC_GPU_DUMP_PTXAS": "1",
-    "PYTHONPATH": os.pathsep.join(
-      [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    ),
-  }
+def run(script: str, *args: str, **environment: str) -> str:
+  """What a script in this folder prints, in a process of its own."""
+  path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
   done = subprocess.run(
-    [sys.executable, "-u", ROOT / "tests" / "aot.py", request.param],
-    env=environment,
+    [sys.executable, "-u", ROOT / "tests" / script, *args],
+    env={
+      **os.environ,
+      "JAX_PLATFORMS": "cpu",
+      "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+      "PYTHONPATH": path,
+      **environment,
+    },
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
   )
   assert done.returncode == 0, done.stdout[-3000:]
-  parts = re.split(r"^== (\w+)\n", done.stdout, flags=re.M)
+  return done.stdout
+
+
+@pytest.fixture(scope="module", params=sorted(aot.GPUS))
+def compiled(request):
+  """The GPU, and each kernel's PTX and the words of ptxas."""
+  dumped = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+  output = run("aot.py", request.param, **dumped)
+  parts = re.split(r"^== (\w+)\n", output, flags=re.M)
   return request.param, dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
@@ -81,3 +87,37 @@ def test_quantisation_is_in_the_program(compiled):
     assert ("cvt.rn.bf16x2.f32" in output) == rounds, name
   assert ("rows_native" in outputs) == ("rne" in aot.NATIVE[gpu])
   assert ("rows_native_sr8" in outputs) == ("sr8" in aot.NATIVE[gpu])
+
+
+def test_kernels_follow_the_shardings_of_eight_gpus():
+  """Nothing travels that does not in BF16, but scalars and FP32 sums.
+
+  A sharded weight is gathered for fprop and for dgrad, as two operands.
+  """
+  lines = [
+    json.loads(x) for x in run("aot_mesh.py").splitlines() if x[0] == "{"
+  ]
+  assert len(lines) == 8
+  for plain, quantised in zip(lines[::2], lines[1::2], strict=True):
+    assert not plain["quantised"] and quantised["quantised"]
+    # Seven operands of two layers, each with an amax or an amax of XLA's own.
+    assert (plain["kernels"], quantised["kernels"]) == (0, 14)
+    name = plain["sharding"]
+    for kind, times in (
+      ("all-gather", 2),
+      ("reduce-scatter", 1),
+      ("all-reduce", 1),
+      ("all-to-all", 1),
+      ("collective-permute", 1),
+    ):
+      before, after = (
+        elements(m["collectives"], kind) for m in (plain, quantised)
+      )
+      assert after == times * before, (name, kind, plain, quantised)
+
+
+def elements(collectives: list[str], kind: str) -> int:
+  """What the collectives of a kind give, but scalars of up to 16 operands."""
+  shapes = (c.split("[")[1][:-1] for c in collectives if c.startswith(kind))
+  sizes = (math.prod(int(n) for n in s.split(",") if n) for s in shapes)
+  return sum(size for size in sizes if size > 16)

@@ -352,8 +352,6 @@ def test_dot_by_kernels(batch):
 
 def test_the_kernels_are_the_default_on_this_gpu():
   """And what they quantise is quantised: errors as expected, kernels inside."""
-  if jax.device_count() > 1:
-    pytest.skip("with several GPUs the reference is the default")
   keys = jax.random.split(jax.random.key(0), 2)
   x = jax.random.normal(keys[0], (1024, 2048), jnp.bfloat16)
   w = jax.random.normal(keys[1], (2048, 1024), jnp.bfloat16)
@@ -378,7 +376,7 @@ def test_blackwell_s_own_rounding_gives_the_same_codes(way):
     pytest.skip(f"needs compute capability 10.0, has {capability}")
   scalars = jnp.array([100.0, 0.002, 500.0, 2.0**-100], jnp.float32)
   config = quantize.Config(rounding="rne" if way == "rne" else "sr", sr_bits=8)
-  stream = jnp.arange(4, dtype=jnp.uint32) if way == "sr8" else None
+  stream = jnp.arange(6, dtype=jnp.uint32) if way == "sr8" else None
   operand = quantize.Operand(config, scalars, stream)
   x = jax.random.normal(jax.random.key(0), (512, 1024), jnp.bfloat16)
   codes = [

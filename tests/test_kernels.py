@@ -281,7 +281,7 @@ def test_scales_in_the_order_of_blackwell():
 def test_kernels_have_no_races(capfd):
   params = compat.interpret_params(detect_races=True)
   scalars = jnp.array([1.0, 1.0, 1.0, 2.0**-100], jnp.float32)
-  stream = jnp.arange(4, dtype=jnp.uint32)
+  stream = jnp.arange(6, dtype=jnp.uint32)
   x = operand_data((64, 128), "bfloat16")
   config = quantize.Config(rounding="sr", signs=0xD7E8)
   operand = quantize.Operand(config, scalars, stream, decoded=jnp.bfloat16)
@@ -412,7 +412,7 @@ def test_shards_are_refused_or_left_to_the_reference(monkeypatch):
       out_specs=spec("data"),
     )
 
-  with pytest.raises(errors.UnsupportedError, match="shards over data"):
+  with pytest.raises(errors.UnsupportedError, match="shard_map over data"):
     sharded("pallas_interpret")(x, w)
   TestBackends().device(monkeypatch)  # one GPU, as the library sees it
   assert backends.check(recipes.nvfp4()).name == "pallas"
@@ -458,6 +458,29 @@ def test_long_vmaps_are_launched_in_parts(monkeypatch):
 def test_few_rows_are_not_padded_to_many(shape, padded):
   assert kernels._padded_shape(*shape, False) == padded
   check(operand_data((4, 1040), "bfloat16")[: shape[0]], Operand())
+
+
+def test_a_shard_draws_the_bits_of_its_place():
+  """Rows and columns of a shard are told where the shard begins."""
+  x = operand_data((96, 256), "bfloat16")
+  config = quantize.Config(rounding="sr")
+  scalars = jnp.array([448 / 36, 1 / 448, 448, 2.0**-100], jnp.float32)
+
+  def codes(x, row, column):
+    """Of the operand's rows, and of its columns."""
+    operands = (
+      quantize.Operand(
+        config, scalars, jnp.array([5, 7, 3, 0, *place], jnp.uint32)
+      )
+      for place in ((row, column // 16), (column, row // 16))
+    )
+    both = quantize.quantize(x, *operands, compat.interpret_params())
+    return [np.asarray(q.codes) for q in both]
+
+  rows, columns = codes(x, 0, 0)
+  got_rows, got_columns = codes(x[32:, 128:], 32, 128)
+  assert_same_bits(got_rows, rows[32:, 64:])
+  assert_same_bits(got_columns, columns[128:, 16:])
 
 
 @slow
@@ -533,11 +556,20 @@ class TestBackends:
       backends.check(recipes.nvfp4(), "pallas")
     assert all(w in str(info.value) for w in [*words, "backend='reference'"])
 
-  def test_several_devices_are_left_to_the_reference(self, monkeypatch):
-    self.device(monkeypatch, count=2)
-    choice = backends.check(recipes.nvfp4())
-    assert choice.name == "reference" and "several" in choice.reason
-    assert backends.check(recipes.nvfp4(), "pallas").name == "pallas"
+  def test_several_devices_are_served(self, monkeypatch):
+    self.device(monkeypatch, count=8)
+    assert backends.check(recipes.nvfp4()).name == "pallas"
+
+  def test_explicit_meshes_are_left_to_the_reference(self, monkeypatch):
+    self.device(monkeypatch)
+    mesh = jax.make_mesh(
+      (1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,)
+    )
+    with jax.set_mesh(mesh):
+      choice = backends.check(recipes.nvfp4())
+      assert choice.name == "reference" and "data" in choice.reason
+      with pytest.raises(errors.UnsupportedError, match="explicit"):
+        backends.check(recipes.nvfp4(), "pallas")
 
   @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "fp8"])
   def test_formats_without_kernels(self, monkeypatch, name):
