@@ -52,13 +52,27 @@ def philox4x32(counter, key):
     Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
   """
   words = _philox4x32(counter, key)
-  return words[0, 0], words[1, 0], words[0, 1], words[1, 1]
+  return tuple(words[..., i] for i in range(4))
 
 
 def _philox4x32(counter, key):
-  """Words [2, 2, ...]: 0 and 2, then 1 and 3."""
-  counter = (jnp.asarray(word, jnp.uint32) for word in counter)
+  """The four words of each counter, [..., 4].
+
+  Where quantisers are compiled apart, by the smallest program: a loop over one
+  array. Else by the fastest: four arrays, which a GPU holds in registers.
+  """
+  counter = [jnp.asarray(word, jnp.uint32) for word in counter]
   c0, c1, c2, c3 = jnp.broadcast_arrays(*counter)
+  if not _jax.compiles_units():
+    for i in range(_ROUNDS):
+      k0, k1 = (
+        jnp.asarray(word, jnp.uint32) + jnp.uint32(weyl * i & 0xFFFFFFFF)
+        for word, weyl in zip(key, _WEYL, strict=True)
+      )
+      high0, low0 = _multiply(c0, jnp.uint32(_MULTIPLIERS[0]))
+      high1, low1 = _multiply(c2, jnp.uint32(_MULTIPLIERS[1]))
+      c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+    return jnp.stack([c0, c1, c2, c3], -1)
   if isinstance(key, tuple):
     key = jnp.stack([jnp.asarray(word, jnp.uint32) for word in key])
   place = lax.broadcasted_iota(jnp.uint32, (4, *c0.shape), 0)
@@ -70,7 +84,8 @@ def _philox4x32(counter, key):
 
   start, stop = jnp.uint32(0), jnp.uint32(_ROUNDS)
   words = lax.fori_loop(start, stop, one_round, words)
-  return words.reshape(2, 2, *c0.shape)
+  words = jnp.moveaxis(words.reshape(2, 2, *c0.shape), (1, 0), (-2, -1))
+  return words.reshape(*c0.shape, 4)
 
 
 @_jax.compiled_once
@@ -187,7 +202,7 @@ def _random_groups(stream, rows, groups, *, count, batched, bits):
     element = row // rows
     row = row - element * rows
   counter = group, row, element, stream[2]
-  words = jnp.moveaxis(_philox4x32(counter, stream[:2]), (1, 0), (-2, -1))
+  words = _philox4x32(counter, stream[:2])
   halves = jnp.uint16 if bits == 16 else jnp.uint8
   return lax.bitcast_convert_type(words, halves).reshape(count, 128 // bits)
 
