@@ -1,5 +1,6 @@
 """What differs between the versions of Pallas Mosaic GPU that are supported."""
 
+import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -23,3 +24,9 @@ def interpret_params(detect_races: bool = False):
     detect_races: raise where two programs or threads race.
   """
   return plgpu.InterpretGPUParams(detect_races=detect_races)
+
+
+def multiprocessors() -> int:
+  """Multiprocessors of the device that is compiled for; an H200's on a CPU."""
+  device = jax.config.jax_default_device or jax.devices()[0]
+  return getattr(device, "core_count", None) or 132
