@@ -16,7 +16,9 @@ multiplies. Two programs of a cluster fetch what both need once.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import math
+from typing import Any
 from typing import Literal
 
 import jax
@@ -53,10 +55,12 @@ class Config:
     split: axis along which the two warpgroups divide a tile of the result.
     cluster: axis along which two programs are neighbours and share what they
       read; None where each reads for itself.
-    minor: axis along which programs go first, in bands ``width`` tiles wide, so
-      that those that run together read what the L2 cache holds.
-    width: tiles (of a cluster, where there are any) a band.
-    part: rows and columns of the result that are stored at once.
+    minor: axis along which programs go first, ``width`` tiles far, before they
+      go along the other, so that those that run together read what the L2 cache
+      holds.
+    width: tiles (of clusters, where there are any) that lie so side by side.
+    part: rows and columns of the result that are stored at once, of the columns
+      128 bytes at most.
     programs: how many there are; None for one a multiprocessor.
   """
 
@@ -186,7 +190,10 @@ def refusal(
     return f"contract is {contract}, needed two of -1 and -2."
   names = [np.dtype(d).name for d in (lhs_dtype, rhs_dtype)]
   if names[0] != names[1] or names[0] not in DTYPES:
-    return f"operands are {' and '.join(names)}, needed two of one of {DTYPES}."
+    return (
+      f"operands are {' and '.join(names)}, needed two of one of {DTYPES}; cast"
+      " them."
+    )
   if np.dtype(dtype).name not in RESULTS:
     return f"dtype is {np.dtype(dtype).name}, needed one of {RESULTS}."
   if names[0] != "bfloat16" and contract != (-1, -1):
@@ -246,6 +253,7 @@ def choose(m: int, n: int, k: int, contract, dtype) -> Config | None:
       tile_k=tile_k,
       split=split,
       cluster=cluster,
+      part=(64, min(64, tile_n // 2)),
     )
     found.append((waves * tile_m * tile_n / rate, config))
   return min(found, key=lambda f: f[0])[1] if found else None
@@ -254,7 +262,9 @@ def choose(m: int, n: int, k: int, contract, dtype) -> Config | None:
 def _scales_refusal(scales) -> str | None:
   name = np.dtype(scales.dtype).name
   if tuple(scales.shape) != (2,) or name != "float32":
-    return f"scales are {name}{list(scales.shape)}, needed float32[2]; cast them."
+    return (
+      f"scales are {name}{list(scales.shape)}, needed float32[2]; cast them."
+    )
   return None
 
 
@@ -278,16 +288,19 @@ def _misfit(config: Config, m: int, n: int, k: int, operand, result):
   if half_m % 64 or half_n % 64 or half_n > 256:
     return (
       f"warpgroups multiply {half_m} x {half_n} of {tile}, needed multiples of"
-      " 64, and at most 256 columns."
+      " 64, and at most 256 columns; choose other tiles."
     )
   if config.tile_k * size % SWIZZLE:
-    return f"tile_k of {tile} needs a multiple of {SWIZZLE} bytes."
+    return (
+      f"tile_k of {tile} is {config.tile_k * size} bytes, needed a multiple of"
+      f" {SWIZZLE}; choose another."
+    )
   part_m, part_n = _part(config, result)
   parts = half_m * half_n // (part_m * part_n)
   if half_m % part_m or half_n % part_n or parts % OUT_SLOTS:
     return (
-      f"parts of {part_m} x {part_n} do not divide {half_m} x {half_n} of {tile}"
-      " into an even number."
+      f"{half_m} x {half_n} of {tile} are not an even number of parts of"
+      f" {part_m} x {part_n}; choose smaller parts."
     )
   inputs = config.stages * (config.tile_m + config.tile_n) * config.tile_k
   shared = inputs * size + WARPGROUPS * OUT_SLOTS * part_m * part_n * out
@@ -332,7 +345,7 @@ class _Product:
     neighbour = lax.axis_index("neighbour")
 
     @plgpu.nd_loop((math.prod(grid),), collective_axes="cluster")
-    def _(loop):
+    def visit(loop):
       minor = 0 if config.minor == "m" else 1
       i, j = plgpu.planar_snake(loop.index[0], grid, minor, config.width)
       row, column = i * down, j * across
@@ -357,7 +370,7 @@ class _Product:
         slot = lax.rem(done, stages)
 
         @pl.when(done >= stages)
-        def _():
+        def wait():
           plgpu.barrier_wait(shared["free"].at[slot])
 
         terms = pl.ds(k * config.tile_k, config.tile_k)
@@ -380,11 +393,11 @@ class _Product:
     # No program ends while its neighbour may write to its shared memory.
     total = self.tiles_of_program() * steps
 
-    def wait(done, _):
+    def drain(done, _):
       plgpu.barrier_wait(shared["free"].at[lax.rem(done, stages)])
       return ()
 
-    lax.fori_loop(jnp.maximum(total - stages, 0), total, wait, ())
+    lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, ())
 
   def tiles_of_program(self):
     """How many tiles ``over_tiles`` gives."""
@@ -411,7 +424,9 @@ class _Product:
       left, right = self.contract
       lhs, rhs = shared["lhs"].at[slot], shared["rhs"].at[slot]
       lhs = lhs.at[rows] if left == -1 else lhs.at[:, rows].transpose((1, 0))
-      rhs = rhs.at[columns].transpose((1, 0)) if right == -1 else rhs.at[:, columns]
+      rhs = (
+        rhs.at[columns].transpose((1, 0)) if right == -1 else rhs.at[:, columns]
+      )
       return lhs, rhs
 
     def tile(row, column, before):
@@ -425,9 +440,9 @@ class _Product:
           plgpu.wgmma_wait(1)  # the step before has been read
 
           @pl.when(k > 0)
-          def _():
-            before = lax.rem(first + k - 1, stages)
-            plgpu.barrier_arrive(shared["free"].at[before])
+          def release():
+            slot = lax.rem(first + k - 1, stages)
+            plgpu.barrier_arrive(shared["free"].at[slot])
 
           return ()
 
@@ -473,14 +488,16 @@ class _Product:
     ):
       tile = (size, config.tile_k) if axis == -1 else (config.tile_k, size)
       operands[name] = _swizzled((config.stages, *tile), self.operand)
-    free = {"num_arrivals": WARPGROUPS, "num_barriers": config.stages}
+    free: Callable = plgpu.Barrier
+    if config.cluster:
+      free = functools.partial(
+        plgpu.ClusterBarrier, collective_axes=("neighbour",)
+      )
     return {
       **operands,
       "out": _swizzled((WARPGROUPS, OUT_SLOTS, part_m, part_n), self.result),
       "full": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
-      "free": plgpu.ClusterBarrier(collective_axes=("neighbour",), **free)
-      if config.cluster
-      else plgpu.Barrier(**free),
+      "free": free(num_arrivals=WARPGROUPS, num_barriers=config.stages),
     }
 
   def launch(self, interpret) -> Callable:
@@ -520,8 +537,9 @@ def _swizzled(shape, dtype):
   """Shared memory in the pattern of TMA and wgmma."""
   size = np.dtype(dtype).itemsize
   swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
+  kinds: Any = plgpu  # whose transforms mypy takes for abstract
   transforms = (
-    plgpu.TilingTransform((8, swizzle // size)),
-    plgpu.SwizzleTransform(swizzle),
+    kinds.TilingTransform((8, swizzle // size)),
+    kinds.SwizzleTransform(swizzle),
   )
   return plgpu.SMEM(shape, dtype, transforms=transforms)

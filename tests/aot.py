@@ -19,6 +19,7 @@ import fp4jax
 from pallas_kernels import amax
 from pallas_kernels import decode
 from pallas_kernels import errors
+from pallas_kernels import matmul
 from pallas_kernels import quantize
 
 SIGNS = 0xD7E8
@@ -121,6 +122,42 @@ def _rematerialised(x, w, key):
   return jax.grad(lambda *a: jax.checkpoint(product)(*a).sum(), (0, 1))(x, w)
 
 
+def _matmul(contract, dtype=jnp.bfloat16, result=jnp.bfloat16, **options):
+  """A product of which programs compute several tiles."""
+  m, n, k = 4096, 8192, 1024
+  config = matmul.Config(**options) if options else None
+
+  def run(lhs, rhs, scales):
+    return matmul.matmul(
+      lhs, rhs, scales, contract=contract, dtype=result, config=config
+    )
+
+  lhs, rhs = (
+    struct((size, k) if axis == -1 else (k, size), dtype)
+    for size, axis in zip((m, n), contract, strict=True)
+  )
+  return run, lhs, rhs, struct((2,), jnp.float32)
+
+
+def _products() -> dict:
+  """Products in the orders and shapes that the library may ask for."""
+  return {
+    "matmul": _matmul((-1, -1)),
+    "matmul_tn": _matmul((-2, -1)),
+    "matmul_nt": _matmul((-1, -2)),
+    "matmul_tt_f32": _matmul((-2, -2), result=jnp.float32),
+    "matmul_e4m3": _matmul((-1, -1), jnp.float8_e4m3fn),
+    "matmul_columns": _matmul((-1, -1), split="n", cluster="n"),
+    "matmul_tall": _matmul((-2, -1), tile_m=256, tile_n=128, cluster="n"),
+    "matmul_alone": _matmul((-1, -1), tile_n=128, stages=6, cluster=None),
+    "matmul_vmap": (
+      jax.vmap(lambda lhs, rhs: matmul.matmul(lhs, rhs, dtype=jnp.float32)),
+      struct((3, 256, 128), jnp.bfloat16),
+      struct((3, 512, 128), jnp.bfloat16),
+    ),
+  }
+
+
 def kernels(gpu: str) -> dict:
   """Kernels in the variants that recipes use: functions and arguments."""
   native = NATIVE[gpu]
@@ -220,6 +257,8 @@ def kernels(gpu: str) -> dict:
       *codes,
     ),
   }
+  if gpu == "sm_90a":
+    found |= _products()
   if "rne" in native:
     found["rows_native"] = (_quantise(rne, None, native), bf16, *rest)
     found["columns_rht_native"] = (

@@ -3,6 +3,7 @@
 Contract: for sm_90a, sm_100a and sm_120a, ptxas assembles every kernel, no
 register spills, and the program holds what quantises: E4M3 scales are rounded
 and codes packed. (XLA:GPU deletes plain cast pairs; a kernel's cannot be.)
+Products run on Hopper's tensor cores.
 """
 
 import importlib.util
@@ -69,7 +70,7 @@ def test_every_kernel_is_assembled_without_spills(compiled):
 def test_quantisation_is_in_the_program(compiled):
   gpu, outputs = compiled
   for name, output in outputs.items():
-    if name.startswith(("amax", "decode", "dot")):
+    if name.startswith(("amax", "decode", "dot", "matmul")):
       continue
     assert "cvt.rn.satfinite.e4m3x2.f32" in output, name
     assert "rcp.rn.f32" in output, name
@@ -89,35 +90,23 @@ def test_quantisation_is_in_the_program(compiled):
   assert ("rows_native_sr8" in outputs) == ("sr8" in aot.NATIVE[gpu])
 
 
-def test_kernels_follow_the_shardings_of_eight_gpus():
-  """Nothing travels that does not in BF16, but scalars and FP32 sums.
-
-  A sharded weight is gathered for fprop and for dgrad, as two operands.
-  """
-  lines = [
-    json.loads(x) for x in run("aot_mesh.py").splitlines() if x[0] == "{"
-  ]
-  assert len(lines) == 8
-  for plain, quantised in zip(lines[::2], lines[1::2], strict=True):
-    assert not plain["quantised"] and quantised["quantised"]
-    # Seven operands of two layers, each with an amax or an amax of XLA's own.
-    assert (plain["kernels"], quantised["kernels"]) == (0, 14)
-    name = plain["sharding"]
-    for kind, times in (
-      ("all-gather", 2),
-      ("reduce-scatter", 1),
-      ("all-reduce", 1),
-      ("all-to-all", 1),
-      ("collective-permute", 1),
-    ):
-      before, after = (
-        elements(m["collectives"], kind) for m in (plain, quantised)
-      )
-      assert after == times * before, (name, kind, plain, quantised)
-
-
-def elements(collectives: list[str], kind: str) -> int:
-  """What the collectives of a kind give, but scalars of up to 16 operands."""
-  shapes = (c.split("[")[1][:-1] for c in collectives if c.startswith(kind))
-  sizes = (math.prod(int(n) for n in s.split(",") if n) for s in shapes)
-  return sum(size for size in sizes if size > 16)
+def test_products_run_on_the_tensor_cores(compiled):
+  gpu, outputs = compiled
+  products = [name for name in outputs if name.startswith("matmul")]
+  assert bool(products) == (gpu == "sm_90a")
+  for name, output in outputs.items():
+    assert ("wgmma.mma_async" in output) == (name in products), name
+  for name in products:
+    output = outputs[name]
+    dtype = "e4m3.e4m3" if "e4m3" in name else "bf16.bf16"
+    narrow = name.endswith(("_columns", "_tall", "_alone"))
+    terms = 32 if "e4m3" in name else 16
+    shape = f"m64n{128 if narrow else 256}k{terms}"
+    assert f"wgmma.mma_async.sync.aligned.{shape}.f32.{dtype}" in output, name
+    # One step may be multiplied while the next is waited for.
+    assert re.search(r"wgmma\.wait_group\.sync\.aligned\s+1;", output), name
+    assert "wgmma.mma_async instructions are serialized" not in output, name
+    assert "cp.async.bulk.tensor" in output, name
+    shared = ".multicast::cluster" in output
+    assert shared == (name != "matmul_alone"), name
+    assert ("mul.f32" in output) == (name != "matmul_vmap"), name

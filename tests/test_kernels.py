@@ -32,6 +32,7 @@ from pallas_kernels import amax
 from pallas_kernels import compat
 from pallas_kernels import decode
 from pallas_kernels import errors as block_errors
+from pallas_kernels import matmul
 from pallas_kernels import quantize
 from pallas_kernels import registers
 
@@ -65,6 +66,14 @@ def operand_data(shape, dtype="float32", seed=0):
 
 def huge(shape):
   return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def product(
+  lhs=(512, 512), rhs=(512, 512), contract=(-1, -1), dtype="bfloat16", **options
+):
+  """``matmul`` of zeros."""
+  lhs, rhs = jnp.zeros(lhs, dtype), jnp.zeros(rhs, dtype)
+  return matmul.matmul(lhs, rhs, contract=contract, **options)
 
 
 def assert_same_bits(got, want):
@@ -292,9 +301,84 @@ def test_kernels_have_no_races(capfd):
     lambda: amax.amax(x, signs=1, interpret=params),
     lambda: block_errors.errors(x, scalars, tops, six, params),
     lambda: decode.decode(codes.codes, codes.scales, interpret=params),
+    lambda: multiplied(64, "m", params),
+    lambda: multiplied(384, "n", params),
+    lambda: multiplied(384, None, params),
   ):
     jax.block_until_ready(run())  # raises or prints, as JAX' version has it
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+def multiplied(k, cluster, params):
+  """A product by two programs, two tiles or four each."""
+  config = matmul.Config(
+    tile_n=128, stages=3, cluster=cluster, programs=2, width=1
+  )
+  lhs, rhs = (jnp.ones((size, k), jnp.bfloat16) for size in (512, 256))
+  return matmul.matmul(lhs, rhs, config=config, interpret=params)
+
+
+PRODUCTS = {  # contract, dtype of the operands and of the result, tiles
+  "default": ((-1, -1), "bfloat16", "bfloat16", {}),
+  "lhs_first": ((-2, -1), "bfloat16", "float32", {"cluster": None}),
+  "rhs_first": ((-1, -2), "bfloat16", "bfloat16", {"minor": "n"}),
+  "both_first": ((-2, -2), "bfloat16", "float32", {"cluster": "n"}),
+  "columns": ((-2, -2), "bfloat16", "bfloat16", {"split": "n", "stages": 2}),
+  "tall": ((-1, -1), "bfloat16", "float32", {"tile_m": 256, "tile_n": 128}),
+  "deep": ((-1, -1), "bfloat16", "float32", {"tile_k": 192, "stages": 2}),
+  "e4m3": ((-1, -1), "float8_e4m3fn", "bfloat16", {"tile_k": 128}),
+}
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_small_integers_are_exact(name, scaled):
+  """Bit for bit: their sums are float32 numbers in whatever order."""
+  contract, dtype, result, options = PRODUCTS[name]
+  rng = np.random.default_rng(0)
+  a, b = (rng.integers(-4, 5, (size, 384)) for size in (512, 512))
+  scales = np.array([1 / 3, 0.7], np.float32)
+  want = (a @ b.T).astype(np.float32)
+  if scaled:
+    want = want * scales[0] * scales[1]
+  lhs, rhs = (
+    jnp.asarray(x if axis == -1 else x.T, dtype)
+    for x, axis in zip((a, b), contract, strict=True)
+  )
+  options = {"tile_n": 128, "stages": 3, "programs": 4, "width": 2} | options
+  got = matmul.matmul(
+    lhs,
+    rhs,
+    jnp.asarray(scales) if scaled else None,
+    contract=contract,
+    dtype=result,
+    config=matmul.Config(**options),
+    interpret=compat.interpret_params(),
+  )
+  assert_same_bits(got, jnp.asarray(want, result))
+
+
+def test_products_under_vmap():
+  rng = np.random.default_rng(0)
+  a, b = (rng.integers(-4, 5, (2, size, 64)) for size in (128, 256))
+  got = jax.vmap(
+    lambda lhs, rhs: matmul.matmul(
+      lhs, rhs, dtype=jnp.float32, interpret=compat.interpret_params()
+    )
+  )(jnp.asarray(a, "bfloat16"), jnp.asarray(b, "bfloat16"))
+  assert_same_bits(got, np.einsum("bmk,bnk->bmn", a, b).astype(np.float32))
+
+
+@pytest.mark.parametrize("sizes", [(128, 64, 64), (384, 320, 128)])
+def test_every_choice_of_tiles_fits(sizes):
+  for dtype in ("bfloat16", "float8_e4m3fn"):
+    m, n, k = (2 * s if dtype != "bfloat16" else s for s in sizes)
+    lhs, rhs = huge((m, k)), huge((n, k))
+    config = matmul.choose(m, n, k, (-1, -1), dtype)
+    for result in ("bfloat16", "float32"):
+      arguments = lhs.shape, rhs.shape, (-1, -1), dtype, dtype, result
+      assert matmul.supports(*arguments)
+      assert matmul.refusal(*arguments, config) is None
 
 
 RACE = """
@@ -337,6 +421,26 @@ def test_the_race_detector_finds_a_race():
     (lambda x, o: quantize.quantize(x.astype(int), o, None), ["int32", "cast"]),
     (lambda x, o: amax.amax(x[:3]), ["(16, 256)", "pad"]),
     (lambda x, o: decode.decode(x[:3], x), ["2048", "pad"]),
+    (lambda x, o: matmul.matmul(x, x), ["float32", "bfloat16", "cast"]),
+    (lambda x, o: product((64, 128), (64, 128)), ["m=64", "128", "pad"]),
+    (lambda x, o: product((128, 64), (64, 128)), ["k=64", "128"]),
+    (lambda x, o: product((2, 128, 64), (64, 64)), ["[2, 128, 64]", "vmap"]),
+    (
+      lambda x, o: product((64, 128), (64, 64), (-2, -2), "float8_e4m3fn"),
+      ["e4m3", "(-2, -2)", "transpose"],
+    ),
+    (
+      lambda x, o: product(config=matmul.Config(stages=8)),
+      ["stages=8", "shared memory", "choose"],
+    ),
+    (
+      lambda x, o: product(config=matmul.Config(tile_k=32)),
+      ["tile_k=32", "64 bytes", "128"],
+    ),
+    (
+      lambda x, o: product(config=matmul.Config(tile_m=256, tile_n=512)),
+      ["128 x 512", "256"],
+    ),
     (lambda x, o: amax.amax(huge((64, 2**27))), ["2**26", "reference"]),
     (
       lambda x, o: quantize.quantize(huge((2**20, 2**15)), o, None),
