@@ -20,6 +20,7 @@ from fp4jax import kernels
 from fp4jax import policies
 from fp4jax import recipes
 from fp4jax import rounding
+from pallas_kernels import matmul
 from pallas_kernels import quantize
 
 
@@ -384,3 +385,106 @@ def test_blackwell_s_own_rounding_gives_the_same_codes(way):
     for native in ((way,), ())
   ]
   assert_equal_bits([codes])
+
+
+# Products: pallas_kernels.matmul against NumPy and XLA.
+hopper = pytest.mark.skipif(
+  not gpus() or not str(gpus()[0].compute_capability).startswith("9."),
+  reason="needs a Hopper GPU",
+)
+SCALES = np.array([1 / 3, 0.7], np.float32)
+CONFIGS = {
+  "chosen": None,
+  "columns": matmul.Config(split="n", cluster="n", minor="n", width=2),
+  "tall": matmul.Config(tile_m=256, tile_n=128, cluster="n", programs=6),
+  "alone": matmul.Config(tile_n=128, stages=6, cluster=None, programs=5),
+  "two": matmul.Config(stages=2, programs=2),
+}
+
+
+def operands(arrays, contract, dtype):
+  """[m, k] and [n, k], as the product takes them."""
+  return [
+    jnp.asarray(x if axis == -1 else x.T, dtype)
+    for x, axis in zip(arrays, contract, strict=True)
+  ]
+
+
+@hopper
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("contract", [(-1, -1), (-2, -1), (-1, -2), (-2, -2)])
+def test_products_of_small_integers_are_exact(contract, name, dtype):
+  """Bit for bit: their sums are float32 numbers in whatever order."""
+  rng = np.random.default_rng(0)
+  a, b = (rng.integers(-4, 5, (size, 704)) for size in (1024, 1536))
+  lhs, rhs = operands((a, b), contract, jnp.bfloat16)
+  exact = (a @ b.T).astype(np.float32)
+  for scales in (None, SCALES):
+    got = matmul.matmul(
+      lhs, rhs, scales, contract=contract, dtype=dtype, config=CONFIGS[name]
+    )
+    want = exact if scales is None else exact * SCALES[0] * SCALES[1]
+    np.testing.assert_array_equal(got, jnp.asarray(want, dtype))
+
+
+@hopper
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_products_of_e4m3_integers_are_exact(dtype):
+  """Sums below 2**13 are exact, though tensor cores keep 14 bits."""
+  rng = np.random.default_rng(0)
+  a, b = (rng.integers(-4, 5, (size, 384)) for size in (1024, 1536))
+  lhs, rhs = operands((a, b), (-1, -1), jnp.float8_e4m3fn)
+  got = matmul.matmul(lhs, rhs, SCALES, dtype=dtype)
+  want = (a @ b.T).astype(np.float32) * SCALES[0] * SCALES[1]
+  np.testing.assert_array_equal(got, jnp.asarray(want, dtype))
+
+
+@hopper
+@pytest.mark.parametrize(
+  "operand, kept", [("bfloat16", 23), ("float8_e4m3fn", 13)]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_products_of_random_numbers(operand, kept, dtype):
+  """Against float64 sums of the same numbers.
+
+  Each of k additions may lose the bits below the last that is kept, of a term
+  or sum that the sum of magnitudes bounds; then come three roundings.
+  """
+  rng = np.random.default_rng(1)
+  k = 512
+  numbers = rng.standard_normal((1024, k)), rng.standard_normal((1536, k))
+  lhs, rhs = operands(numbers, (-1, -1), operand)
+  a, b = (np.asarray(x, np.float32).astype(np.float64) for x in (lhs, rhs))
+  got = matmul.matmul(lhs, rhs, SCALES, dtype=dtype)
+  factor = np.float64(SCALES[0]) * np.float64(SCALES[1])
+  want = a @ b.T * factor
+  last = 2.0**-8 if dtype == "bfloat16" else 0.0
+  tolerance = k * 2.0**-kept * (np.abs(a) @ np.abs(b).T) * factor
+  tolerance += (last + 2.0**-22) * np.abs(want)
+  assert np.all(np.abs(np.asarray(got, np.float64) - want) <= tolerance)
+
+
+@hopper
+@pytest.mark.parametrize("contract", [(-1, -1), (-2, -1), (-1, -2), (-2, -2)])
+def test_large_products_are_xla_s(contract):
+  """Several tiles a program, all multiprocessors, sums that are exact."""
+  m, n, k = 8192, 6144, 2048
+  keys = jax.random.split(jax.random.key(0))
+  a, b = (
+    jax.random.randint(key, (size, k), -2, 3).astype(jnp.bfloat16)
+    for key, size in zip(keys, (m, n), strict=True)
+  )
+  lhs, rhs = operands((a, b), contract, jnp.bfloat16)
+  got = matmul.matmul(lhs, rhs, contract=contract, dtype=jnp.float32)
+  want = jnp.einsum("mk,nk->mn", a, b, preferred_element_type=jnp.float32)
+  assert bool(jnp.all(got == want))
+
+
+@hopper
+def test_products_under_vmap():
+  rng = np.random.default_rng(0)
+  a, b = (rng.integers(-4, 5, (3, size, 256)) for size in (512, 1024))
+  product = jax.vmap(lambda x, y: matmul.matmul(x, y, dtype=jnp.float32))
+  got = product(jnp.asarray(a, "bfloat16"), jnp.asarray(b, "bfloat16"))
+  np.testing.assert_array_equal(got, np.einsum("bmk,bnk->bmn", a, b))
