@@ -1,1 +1,1 @@
-"""Mosaic GPU kernels: quantise, amax, decode. See README.md."""
+"""Mosaic GPU kernels: quantise, amax, decode, multiply. See README.md."""
