@@ -131,7 +131,7 @@ def matmul(
     contract: axis of each operand that is contracted.
     dtype: of the result, bfloat16 or float32.
     config: how the product is divided; None for what ``choose`` gives.
-    interpret: ``compat.interpret_params()`` on a CPU.
+    interpret: ``compat.interpret_params()`` on a CPU, not in x64 mode.
 
   Returns:
     [m, n] of ``dtype``. Under ``jax.vmap`` elements of the batch are launched
@@ -158,7 +158,8 @@ def matmul(
     scaled=scales is not None,
   )
   factors = () if scales is None else (scales,)
-  return product.launch(interpret)(lhs, rhs, *factors)
+  with jax.enable_x64(False):  # Mosaic counts in 32 bits
+    return product.launch(interpret)(lhs, rhs, *factors)
 
 
 def supports(

@@ -488,3 +488,11 @@ def test_products_under_vmap():
   product = jax.vmap(lambda x, y: matmul.matmul(x, y, dtype=jnp.float32))
   got = product(jnp.asarray(a, "bfloat16"), jnp.asarray(b, "bfloat16"))
   np.testing.assert_array_equal(got, np.einsum("bmk,bnk->bmn", a, b))
+
+
+@hopper
+def test_products_in_x64_mode():
+  with jax.enable_x64(True):
+    ones = jnp.ones((512, 256), "bfloat16")
+    got = jax.jit(matmul.matmul)(ones, ones, jnp.array([0.5, 4], "float32"))
+  np.testing.assert_array_equal(got, np.full((512, 512), 512.0, "float32"))

@@ -318,6 +318,7 @@ def multiplied(k, cluster, params):
   return matmul.matmul(lhs, rhs, config=config, interpret=params)
 
 
+PARAMS = compat.interpret_params()
 PRODUCTS = {  # contract, dtype of the operands and of the result, tiles
   "default": ((-1, -1), "bfloat16", "bfloat16", {}),
   "lhs_first": ((-2, -1), "bfloat16", "float32", {"cluster": None}),
@@ -353,7 +354,7 @@ def test_products_of_small_integers_are_exact(name):
     contract=contract,
     dtype=result,
     config=matmul.Config(**options),
-    interpret=compat.interpret_params(),
+    interpret=PARAMS,
   )
   assert_same_bits(got, jnp.asarray(want, result))
 
@@ -363,7 +364,7 @@ def test_products_under_vmap():
   a, b = (rng.integers(-4, 5, (2, size, 64)) for size in (128, 256))
   got = jax.vmap(
     lambda lhs, rhs: matmul.matmul(
-      lhs, rhs, dtype=jnp.float32, interpret=compat.interpret_params()
+      lhs, rhs, dtype=jnp.float32, interpret=PARAMS
     )
   )(jnp.asarray(a, "bfloat16"), jnp.asarray(b, "bfloat16"))
   assert_same_bits(got, np.einsum("bmk,bnk->bmn", a, b).astype(np.float32))
