@@ -2,11 +2,13 @@
 
 __version__ = "0.1.0.dev0"
 
+from fp4jax import checkpoint_policies as checkpoint_policies
 from fp4jax import policies as policies
 from fp4jax import recipes as recipes
 from fp4jax.block_scaled import BlockScaled as BlockScaled
 from fp4jax.block_scaled import quantize_array as quantize_array
 from fp4jax.coverage import Coverage as Coverage
+from fp4jax.dot import OUTPUT as OUTPUT
 from fp4jax.dot import dot as dot
 from fp4jax.errors import MissingKeyError as MissingKeyError
 from fp4jax.errors import PolicyError as PolicyError

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from fp4jax import backends
@@ -40,6 +41,9 @@ from fp4jax.operands import named
 from fp4jax.operands import no_gradient
 from fp4jax.operands import once_differentiable
 from fp4jax.operands import operand_streams
+
+OUTPUT = "fp4jax_output"
+"""The ``checkpoint_name`` of what a quantised dot returns."""
 
 
 def dot(
@@ -265,6 +269,7 @@ def _linears_fwd(xs, ws, streams, specs):
   for stream, spec in zip(streams, specs, strict=True):
     check_key(stream, spec, recipes.GEMMS)
   ys, kept = _linears_forward(specs, xs, ws, streams)
+  ys = [checkpoint_name(y, OUTPUT) for y in ys]
   return ys, (*named(kept), streams)
 
 

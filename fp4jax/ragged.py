@@ -14,6 +14,7 @@ import math
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,6 +22,7 @@ from fp4jax import backends
 from fp4jax import formats
 from fp4jax import recipes
 from fp4jax import scaling
+from fp4jax.dot import OUTPUT
 from fp4jax.operands import GT
 from fp4jax.operands import WT
 from fp4jax.operands import XT
@@ -110,7 +112,7 @@ def _ragged_forward(spec, x, w, sizes, streams):
 def _ragged_fwd(x, w, sizes, streams, spec):
   check_key(streams, spec, recipes.GEMMS)
   y, kept = _ragged_forward(spec, x, w, sizes, streams)
-  return y, (*named(kept), sizes, streams)
+  return checkpoint_name(y, OUTPUT), (*named(kept), sizes, streams)
 
 
 def _ragged_bwd(spec, residuals, g):

@@ -7,6 +7,7 @@ commands are single lines that CI runs (``.ci/run``); its links exist.
 from pathlib import Path
 import re
 
+import jax
 import numpy as np
 
 ROOT = Path(__file__).parent.parent
@@ -19,10 +20,12 @@ def blocks(language: str) -> list[str]:
 
 def test_python_blocks_run():
   namespace: dict = {}
-  assert len(blocks("python")) == 4
+  assert len(blocks("python")) == 5
   for block in blocks("python"):
     exec(compile(block, "README.md", "exec"), namespace)
   assert np.isfinite(namespace["loss"])
+  for grad in jax.tree.leaves(namespace["lean_grads"]):
+    assert np.isfinite(grad).all()
   unrotated = namespace["unrotated"]
   assert unrotated.wgrad.lhs.rht is None and unrotated.wgrad.rhs.rht is None
   assert unrotated.fprop == namespace["paper"].fprop

@@ -5,6 +5,7 @@ ReLU or SwiGLU feed-forward; RMSNorm, no biases, untied head. Parameters are
 float32, arithmetic is ``dtype``, norms' statistics, softmax and logits float32.
 """
 
+from collections.abc import Callable
 import functools
 from typing import Any
 from typing import Literal
@@ -36,6 +37,7 @@ class Transformer(nn.Module):
     remat: recomputes each block in the backward pass.
     dtype: of the arithmetic.
     attention: ``jax.nn.dot_product_attention``'s implementation.
+    remat_policy: what ``remat`` saves, a policy of ``jax.checkpoint``.
   """
 
   vocab: int
@@ -51,6 +53,7 @@ class Transformer(nn.Module):
   remat: bool = False
   dtype: Any = jnp.bfloat16
   attention: Literal["xla", "cudnn"] = "xla"
+  remat_policy: Callable[..., bool] | None = None
 
   @nn.compact
   def __call__(self, tokens: Array) -> Array:
@@ -63,8 +66,13 @@ class Transformer(nn.Module):
       name="embed",
     )
     x = embed(tokens)
+    block_class = Block
+    if self.remat:
+      block_class = nn.remat(
+        Block, prevent_cse=not self.scan, policy=self.remat_policy
+      )
     block = functools.partial(
-      nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block,
+      block_class,
       layers=self.layers,
       heads=self.heads,
       kv_heads=self.kv_heads,
