@@ -36,8 +36,11 @@ class Transformer(nn.Module):
     scan: one scanned stack named ``blocks``, rather than ``blocks_0``, ...
     remat: recomputes each block in the backward pass.
     dtype: of the arithmetic.
-    attention: ``jax.nn.dot_product_attention``'s implementation.
+    attention: ``jax.nn.dot_product_attention``'s implementation; None for
+      blocks of a feed-forward alone.
     remat_policy: what ``remat`` saves, a policy of ``jax.checkpoint``.
+    dot_general_cls: Flax's, of the blocks' linear layers; it may draw from the
+      random stream "rounding".
   """
 
   vocab: int
@@ -52,8 +55,9 @@ class Transformer(nn.Module):
   scan: bool = False
   remat: bool = False
   dtype: Any = jnp.bfloat16
-  attention: Literal["xla", "cudnn"] = "xla"
+  attention: Literal["xla", "cudnn"] | None = "xla"
   remat_policy: Callable[..., bool] | None = None
+  dot_general_cls: Any = None
 
   @nn.compact
   def __call__(self, tokens: Array) -> Array:
@@ -82,12 +86,13 @@ class Transformer(nn.Module):
       rope_base=self.rope_base,
       dtype=self.dtype,
       attention=self.attention,
+      dot_general_cls=self.dot_general_cls,
     )
     if self.scan:
       stack = nn.scan(
         lambda block, x, _: (block(x), None),
         variable_axes={"params": 0},
-        split_rngs={"params": True},
+        split_rngs={"params": True, "rounding": True},
         length=self.layers,
       )
       x, _ = stack(block(name="blocks"), x, None)
@@ -117,30 +122,34 @@ class Block(nn.Module):
   qk_norm: bool
   rope_base: float
   dtype: Any
-  attention: Literal["xla", "cudnn"]
+  attention: Literal["xla", "cudnn"] | None
+  dot_general_cls: Any
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
     # Both branches end small, so that depth does not grow the residual stream.
     out_init = nn.initializers.normal(0.02 / (2 * self.layers) ** 0.5)
-    attention = Attention(
-      heads=self.heads,
-      kv_heads=self.kv_heads,
-      qk_norm=self.qk_norm,
-      rope_base=self.rope_base,
-      out_init=out_init,
-      dtype=self.dtype,
-      implementation=self.attention,
-      name="attention",
-    )
     feed_forward = FeedForward(
       hidden=self.ffn,
       activation=self.activation,
       out_init=out_init,
       dtype=self.dtype,
+      dot_general_cls=self.dot_general_cls,
       name="ffn",
     )
-    x = x + attention(nn.RMSNorm(dtype=self.dtype, name="attention_norm")(x))
+    if self.attention is not None:
+      attention = Attention(
+        heads=self.heads,
+        kv_heads=self.kv_heads,
+        qk_norm=self.qk_norm,
+        rope_base=self.rope_base,
+        out_init=out_init,
+        dtype=self.dtype,
+        implementation=self.attention,
+        dot_general_cls=self.dot_general_cls,
+        name="attention",
+      )
+      x = x + attention(nn.RMSNorm(dtype=self.dtype, name="attention_norm")(x))
     return x + feed_forward(nn.RMSNorm(dtype=self.dtype, name="ffn_norm")(x))
 
 
@@ -154,13 +163,18 @@ class Attention(nn.Module):
   out_init: Any
   dtype: Any
   implementation: Literal["xla", "cudnn"]
+  dot_general_cls: Any = None
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
     b, t, d = x.shape
     size = d // self.heads
     dense = functools.partial(
-      nn.Dense, use_bias=False, kernel_init=_INIT, dtype=self.dtype
+      nn.Dense,
+      use_bias=False,
+      kernel_init=_INIT,
+      dtype=self.dtype,
+      dot_general_cls=self.dot_general_cls,
     )
     q = dense(self.heads * size, name="q")(x).reshape(b, t, self.heads, size)
     k = dense(self.kv_heads * size, name="k")(x)
@@ -185,11 +199,16 @@ class FeedForward(nn.Module):
   activation: str
   out_init: Any
   dtype: Any
+  dot_general_cls: Any = None
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
     dense = functools.partial(
-      nn.Dense, use_bias=False, kernel_init=_INIT, dtype=self.dtype
+      nn.Dense,
+      use_bias=False,
+      kernel_init=_INIT,
+      dtype=self.dtype,
+      dot_general_cls=self.dot_general_cls,
     )
     h = dense(self.hidden, name="up")(x)
     if self.activation == "swiglu":
