@@ -13,12 +13,33 @@ import optax
 OPTIMIZER = optax.adamw(1e-3)
 
 
-def train_step(apply: Callable, keyed: bool) -> Callable:
-  """Forward, backward and AdamW of next-token prediction, not jitted.
+def loss(apply: Callable, keyed: bool) -> Callable:
+  """The loss of next-token prediction.
 
   Args:
     apply: variables and tokens [b, t] to logits [b, t, vocab].
     keyed: whether ``apply`` takes ``fp4_key``.
+
+  Returns:
+    A function of variables, tokens and a key to the mean cross entropy.
+  """
+
+  def mean_loss(variables, tokens, key):
+    options = {"fp4_key": key} if keyed else {}
+    logits = apply(variables, tokens, **options)
+    return optax.softmax_cross_entropy_with_integer_labels(
+      logits[:, :-1], tokens[:, 1:]
+    ).mean()
+
+  return mean_loss
+
+
+def train_step(apply: Callable, keyed: bool) -> Callable:
+  """Forward, backward and AdamW of next-token prediction, not jitted.
+
+  Args:
+    apply: as of ``loss``.
+    keyed: as of ``loss``.
 
   Returns:
     A function of variables, the optimizer's state, tokens and a key to the
@@ -26,14 +47,8 @@ def train_step(apply: Callable, keyed: bool) -> Callable:
   """
 
   def step(variables, opt_state, tokens, key):
-    def loss(variables):
-      options = {"fp4_key": key} if keyed else {}
-      logits = apply(variables, tokens, **options)
-      return optax.softmax_cross_entropy_with_integer_labels(
-        logits[:, :-1], tokens[:, 1:]
-      ).mean()
-
-    value, grads = jax.value_and_grad(loss)(variables)
+    value_and_grad = jax.value_and_grad(loss(apply, keyed))
+    value, grads = value_and_grad(variables, tokens, key)
     updates, opt_state = OPTIMIZER.update(grads, opt_state, variables)
     return value, optax.apply_updates(variables, updates), opt_state
 
