@@ -279,17 +279,15 @@ def measure(size: Size, names: Sequence[str]) -> list[dict]:
     # To and fro, so that not always the same one goes before another.
     for variant in variants[:: -1 if i % 2 else 1]:
       state = variant.turn(state, tokens, key, _STEPS.value)
-  lines = []
-  for variant in variants:
-    line = variant.line(variants[0], size)
-    if _PROFILE.value:
+  lines = [variant.line(variants[0], size) for variant in variants]
+  for variant, line in zip(variants, lines, strict=True):
+    if _PROFILE.value:  # after the lines: its turns count for nothing
 
       def run(variant=variant):
         nonlocal state
         state = variant.turn(state, tokens, jax.random.key(5), _PROFILED)
 
       line["kernels"] = bench.profile(run, _PROFILED)
-    lines.append(line)
   return lines
 
 

@@ -110,6 +110,23 @@ def _device_obstacle() -> str | None:
   return None
 
 
+def multiplier(backend: str) -> str:
+  """What multiplies decoded operands: "hopper", our kernel, or "xla".
+
+  The kernel runs on Hopper's tensor cores; XLA partitions its own products, not
+  the kernel's.
+
+  Args:
+    backend: the name that ``check`` chose.
+  """
+  if backend == "pallas_interpret":
+    return "hopper"
+  capability = _capability(_jax.default_device())
+  hopper = capability is not None and _CAPABILITY <= capability < _BLACKWELL
+  alone = _jax.device_count() == 1
+  return "hopper" if backend == "pallas" and hopper and alone else "xla"
+
+
 def native_rounding() -> tuple[str, ...]:
   """What the default device rounds to E2M1 by instructions of its own.
 

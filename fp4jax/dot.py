@@ -8,7 +8,8 @@ three GEMMs are one expression with three pairs of operands:
   wgrad  dw = gᵀ · x    gᵀ [*b, n, m]  xᵀ [*b, k, m]
 
 What the backward pass keeps is the quantised operands of its own GEMMs, made
-in the forward pass from the same high-precision arrays.
+in the forward pass from the same high-precision arrays. Where the kernels'
+products contract either axis, a weight of square blocks stays [k, n].
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from fp4jax import backends
+from fp4jax import kernels
 from fp4jax import recipes
 from fp4jax import rounding
 from fp4jax import scaling
@@ -41,6 +43,7 @@ from fp4jax.operands import named
 from fp4jax.operands import no_gradient
 from fp4jax.operands import once_differentiable
 from fp4jax.operands import operand_streams
+from fp4jax.operands import weight_operands
 
 OUTPUT = "fp4jax_output"
 """The ``checkpoint_name`` of what a quantised dot returns."""
@@ -144,7 +147,14 @@ def product(
     dimension_numbers,
     weight,
     None if key is None else operand_streams(key),
-    Spec(recipe, out.dtype, precision, site, backend),
+    Spec(
+      recipe,
+      out.dtype,
+      precision,
+      site,
+      backend,
+      backends.multiplier(backend),
+    ),
   )
 
 
@@ -179,7 +189,7 @@ def multiply(products: Sequence[Product]) -> list:
   Returns:
     What ``lax.dot_general`` returns, of each.
   """
-  xs, ws, shapes = [], [], []
+  xs, ws, shapes, specs = [], [], [], []
   for p in products:
     (lc, rc), (lb, rb) = p.dimension_numbers
     x, w, wc, wb = p.rhs, p.lhs, lc, lb
@@ -187,14 +197,20 @@ def multiply(products: Sequence[Product]) -> list:
       x, w, wc, wb = p.lhs, p.rhs, rc, rb
     xb, xc = x_axes(p.dimension_numbers, p.weight)
     x, batch, m = _k_major(x, xb, xc)
-    w, _, n = _k_major(w, wb, sorted(wc))
+    spec = p.spec
+    if spec.takes_k_first and not wb and sorted(wc) == list(range(len(wc))):
+      spec = dataclasses.replace(spec, k_first=True)
+      n = w.shape[len(wc) :]
+      w = w.reshape(math.prod(w.shape[: len(wc)]), math.prod(n))
+    else:
+      w, _, n = _k_major(w, wb, sorted(wc))
     xs.append(x)
     ws.append(w)
     shapes.append((batch, m, n))
+    specs.append(spec)
   streams = tuple(p.streams for p in products)
-  specs = tuple(p.spec for p in products)
   # Last first: so JAX adds the gradients of x in the order of single products.
-  ys = _linears(*(v[::-1] for v in (tuple(xs), tuple(ws), streams, specs)))
+  ys = _linears(*(tuple(v[::-1]) for v in (xs, ws, streams, specs)))
   out = []
   for p, y, (batch, m, n) in zip(products, ys[::-1], shapes, strict=True):
     if p.weight == "rhs":
@@ -238,7 +254,10 @@ def _k_major(x, batch, contract):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _linears(xs, ws, streams, specs):
-  """The products of equal xs [*batch, m, k] with ws, [*batch, n, k] each."""
+  """The products of equal xs [*batch, m, k] with ws.
+
+  These are [*batch, n, k] each, or [k, n] where the spec says ``k_first``.
+  """
   for stream, spec in zip(streams, specs, strict=True):
     check_key(stream, spec, ("fprop",))
   gemm = specs[0].recipe.fprop
@@ -246,8 +265,8 @@ def _linears(xs, ws, streams, specs):
   (xq,) = gemm_operands(xs[0], [use], streams[0], specs[0])
   ys = []
   for w, stream, spec in zip(ws, streams, specs, strict=True):
-    (wq,) = gemm_operands(w, [Use(gemm and gemm.rhs, W)], stream, spec)
-    ys.append(_gemm(xq, wq, spec.out_dtype, spec))
+    (wq,) = weight_operands(w, [Use(gemm and gemm.rhs, W)], stream, spec)
+    ys.append(_gemm("fprop", xq, wq, spec.out_dtype, spec))
   return ys
 
 
@@ -259,8 +278,8 @@ def _linears_forward(specs, xs, ws, streams):
   ys, wts = [], []
   for w, stream, spec in zip(ws, streams, specs, strict=True):
     uses = Use(fprop and fprop.rhs, W), Use(dgrad and dgrad.rhs, WT, kept=True)
-    wq, wt = gemm_operands(w, uses, stream, spec)
-    ys.append(_gemm(xq, wq, spec.out_dtype, spec))
+    wq, wt = weight_operands(w, uses, stream, spec)
+    ys.append(_gemm("fprop", xq, wq, spec.out_dtype, spec))
     wts.append(wt)
   return ys, (xt, tuple(wts))
 
@@ -286,29 +305,52 @@ def _linears_gradients(specs, residuals, gs):
   dxs, dws = [], []
   for wt, stream, spec, g in zip(wts, streams, specs, gs, strict=True):
     gq, gt = gemm_operands(g, uses, stream, spec)
-    dxs.append(_gemm(gq, wt, xt.array.dtype, spec))
-    dws.append(_gemm(gt, xt, wt.array.dtype, spec))
+    dxs.append(_gemm("dgrad", gq, wt, xt.array.dtype, spec))
+    lhs, rhs = (xt, gt) if spec.k_first else (gt, xt)
+    dws.append(_gemm("wgrad", lhs, rhs, wt.array.dtype, spec))
   return tuple(dxs), tuple(dws)
 
 
 _linears.defvjp(_linears_fwd, _linears_bwd)
 
 
-def _gemm(lhs: GemmOperand, rhs: GemmOperand, dtype, spec):
+def _gemm(name: str, lhs: GemmOperand, rhs: GemmOperand, dtype, spec):
   """[*batch, m, n] product of two operands, each contracted where it says."""
-  (left, left_scale), (right, right_scale) = lhs.read(spec), rhs.read(spec)
-  quantised = left_scale is not None
-  batch = tuple(range(left.ndim - 2))
-  contract = ((left.ndim + lhs.contract,), (right.ndim + rhs.contract,))
-  y = lax.dot_general(
-    left,
-    right,
-    (contract, (batch, batch)),
-    # Decoded operands are exact in BF16.
-    precision=None if quantised else spec.precision,
-    preferred_element_type=jnp.float32 if quantised else dtype,
+  element = spec.dtype(name)
+  (left, left_scale), (right, right_scale) = (
+    operand.read(spec, element) for operand in (lhs, rhs)
   )
-  if quantised:
-    for factor in scaling.product_factors(left_scale, right_scale):
-      y = y * factor[..., None, None]
+  contract = lhs.contract, rhs.contract
+  if left_scale is None:
+    y = _contracted(left, right, contract, dtype, spec.precision)
+    return y.astype(dtype)
+  factors = scaling.product_factors(left_scale, right_scale)
+  if spec.multiplier == "hopper":
+    if element != jnp.bfloat16:  # tensor cores take bytes K-major alone
+      left, right = (
+        x if axis == -1 else jnp.swapaxes(x, -1, -2)
+        for x, axis in zip((left, right), contract, strict=True)
+      )
+      contract = -1, -1
+    if kernels.multiplies(left, right, contract, dtype):
+      return kernels.multiply(
+        left, right, factors, contract, dtype, interpret=spec.interpret
+      )
+  # Decoded operands are exact in what they are decoded to.
+  y = _contracted(left, right, contract, jnp.float32, None)
+  for factor in factors:
+    y = y * factor[..., None, None]
   return y.astype(dtype)
+
+
+def _contracted(lhs, rhs, contract, dtype, precision):
+  """``lax.dot_general`` of [*batch, ...] operands, by the axes contracted."""
+  batch = tuple(range(lhs.ndim - 2))
+  axes = (lhs.ndim + contract[0],), (rhs.ndim + contract[1],)
+  return lax.dot_general(
+    lhs,
+    rhs,
+    (axes, (batch, batch)),
+    precision=precision,
+    preferred_element_type=dtype,
+  )

@@ -8,6 +8,7 @@ and its rotation's, and once to be quantised.
 
 import functools
 import math
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from pallas_kernels import amax as amax_kernel
 from pallas_kernels import compat
 from pallas_kernels import decode as decode_kernel
 from pallas_kernels import errors as errors_kernel
+from pallas_kernels import matmul as matmul_kernel
 from pallas_kernels import quantize as quantize_kernel
 from pallas_kernels import registers
 
@@ -38,12 +40,12 @@ class Request(NamedTuple):
   Attributes:
     operand: the recipe's.
     packed: whether codes are wanted.
-    decoded: whether decoded values are wanted.
+    decoded: dtype in which decoded values are wanted, or None.
   """
 
   operand: recipes.Operand
   packed: bool
-  decoded: bool
+  decoded: Any = None
 
 
 def serves(operand: recipes.Operand, transposed: bool) -> bool:
@@ -383,7 +385,7 @@ def _kernel_operand(request, amax, stream):
     jnp.stack([scale.per_block, scale.decode, scale.encode, smallest], -1),
     stream if operand.rounding == "sr" else None,
     packed=request.packed,
-    decoded=jnp.bfloat16 if request.decoded else None,
+    decoded=request.decoded,
   )
 
 
@@ -424,9 +426,14 @@ def _pad(x, shape):
   return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), *rest])
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
-def decode(quantised: block_scaled.BlockScaled, *, interpret: bool = False):
-  """``BlockScaled.decode`` of packed codes, by a kernel; to BF16."""
+@functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
+def decode(
+  quantised: block_scaled.BlockScaled,
+  dtype=jnp.bfloat16,
+  *,
+  interpret: bool = False,
+):
+  """``BlockScaled.decode`` of packed codes, by a kernel; to BF16 or E4M3."""
   *batch, rows, k = quantised.shape
   params = compat.interpret_params() if interpret else None
   codes, scales = quantised.codes, quantised.scales
@@ -440,6 +447,7 @@ def decode(quantised: block_scaled.BlockScaled, *, interpret: bool = False):
     values = decode_kernel.decode(
       _pad(codes, (shape[0], shape[1] // 2)),
       _pad(scales, (shape[0], shape[1] // BLOCK)),
+      dtype=dtype,
       interpret=params,
     )
     return (values[:m, :k],)
@@ -452,3 +460,31 @@ def decode(quantised: block_scaled.BlockScaled, *, interpret: bool = False):
 
   (values,) = run(*(a.reshape(-1, *a.shape[-2:]) for a in (codes, scales)))
   return values[..., :k].reshape(*batch, rows, k)
+
+
+def multiplies(lhs, rhs, contract, dtype) -> bool:
+  """Whether the kernel takes two decoded operands, as ``multiply`` does."""
+  return matmul_kernel.supports(
+    lhs.shape, rhs.shape, contract, lhs.dtype, rhs.dtype, dtype
+  )
+
+
+def multiply(lhs, rhs, factors, contract, dtype, *, interpret: bool = False):
+  """Product of two matrices and two factors, by a kernel.
+
+  Args:
+    lhs: [m, k], or [k, m] where it contracts its first axis; BF16 or E4M3.
+    rhs: [n, k] or [k, n], of the same dtype.
+    factors: two float32 scalars.
+    contract: the axis of each that is contracted, -1 or -2.
+    dtype: of the result.
+    interpret: run the kernel on a CPU.
+  """
+  return matmul_kernel.matmul(
+    lhs,
+    rhs,
+    jnp.stack(factors),
+    contract=contract,
+    dtype=dtype,
+    interpret=compat.interpret_params() if interpret else None,
+  )

@@ -31,18 +31,48 @@ X, W, G, WT, XT, GT = range(OPERANDS)
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-  """What is static of one quantised dot."""
+  """What is static of one quantised dot.
+
+  Attributes:
+    recipe: of its three GEMMs.
+    out_dtype: of its result.
+    precision: of GEMMs that the recipe leaves alone.
+    site: name for errors.
+    backend: what quantises.
+    multiplier: what multiplies, see ``backends.multiplier``.
+    k_first: whether the weight is [k, n], not [n, k]: then nothing transposes
+      it, nor its gradient.
+  """
 
   recipe: recipes.Recipe
   out_dtype: Any
   precision: Any
   site: str
   backend: str
+  multiplier: str = "xla"
+  k_first: bool = False
+
+  @property
+  def takes_k_first(self) -> bool:
+    """Whether both uses of the weight have the same codes, in either order."""
+    fprop, dgrad = self.recipe.fprop, self.recipe.dgrad
+    if fprop is None or dgrad is None or self.multiplier != "hopper":
+      return False
+    return fprop.rhs == dgrad.rhs and fprop.rhs.transposable
 
   @property
   def interpret(self) -> bool:
     """Whether kernels run on a CPU."""
     return self.backend == "pallas_interpret"
+
+  def dtype(self, gemm: str):
+    """What the operands of a GEMM are decoded to: both hold them exactly."""
+    asked = getattr(self.recipe, gemm)
+    if asked is None or self.multiplier != "hopper":
+      return jnp.bfloat16
+    formats = {asked.lhs.format, asked.rhs.format}
+    exact = formats == {"nvfp4_fp8_exact"}
+    return jnp.float8_e4m3fn if exact else jnp.bfloat16
 
 
 def operand_streams(key) -> rounding.Streams:
@@ -111,16 +141,21 @@ class GemmOperand:
   contract: int
   decoded_scale: Any = None
 
-  def read(self, spec: Spec) -> tuple:
-    """What the GEMM multiplies, and its tensor scale, None if it has none."""
+  def read(self, spec: Spec, dtype=jnp.bfloat16) -> tuple:
+    """What the GEMM multiplies, and its tensor scale, None if it has none.
+
+    Args:
+      spec: says who decodes.
+      dtype: of decoded values.
+    """
     if isinstance(self.array, block_scaled.JoinedBlockScaled):
       return self.array.decode()
     if not isinstance(self.array, block_scaled.BlockScaled):
       return self.array, self.decoded_scale
     if spec.backend == "reference" or not self.array.packed:
-      values = self.array.decode()
+      values = self.array.decode(dtype)
     else:
-      values = kernels.decode(self.array, interpret=spec.interpret)
+      values = kernels.decode(self.array, dtype, interpret=spec.interpret)
     return values, self.array.tensor_scale
 
 
@@ -137,6 +172,11 @@ class Use:
   operand: recipes.Operand | None
   place: int
   kept: bool = False
+
+  @property
+  def gemm(self) -> str:
+    """The GEMM that it is an operand of."""
+    return recipes.GEMMS[self.place // 2]
 
   @property
   def transposed(self) -> bool:
@@ -172,6 +212,15 @@ def gemm_operands(x, uses, streams, spec) -> list[GemmOperand]:
   ]
 
 
+def weight_operands(w, uses, stream, spec) -> list[GemmOperand]:
+  """A weight as the operand of fprop, and of dgrad where ``uses`` has it."""
+  made = gemm_operands(w, uses, stream, spec)
+  if not spec.k_first:
+    return made
+  # Square blocks: the codes along one axis are those along the other.
+  return [dataclasses.replace(o, contract=-3 - o.contract) for o in made]
+
+
 def _shared(first: Use, second: Use) -> bool:
   """Whether the codes of one direction are those of the other, transposed."""
   operand = first.operand
@@ -189,10 +238,12 @@ def _quantised(x, uses, streams, spec, packed=False):
     return [_by_reference(x, u, streams, packed) for u in uses]
   requests: list = [None, None]
   stream: list = [None, None]
+  as_codes = {use: use.kept or _k_major_only(use, spec) for use in uses}
   for use in uses:
-    kept = use.kept or packed
     requests[use.transposed] = kernels.Request(
-      use.operand, packed=kept, decoded=not use.kept
+      use.operand,
+      packed=as_codes[use] or packed,
+      decoded=None if as_codes[use] else spec.dtype(use.gemm),
     )
     if use.operand.rounding == "sr":
       stream[use.transposed] = streams.of(use.place)
@@ -201,11 +252,22 @@ def _quantised(x, uses, streams, spec, packed=False):
   out = []
   for use in uses:
     codes, decoded, scale = results[use.transposed] or (None, None, None)
-    kept = GemmOperand(codes, -1)
     contract = -2 if use.transposed else -1
-    operand = kept if use.kept else GemmOperand(decoded, contract, scale)
+    if as_codes[use]:
+      operand = GemmOperand(codes, -1)
+    else:
+      operand = GemmOperand(decoded, contract, scale)
     out.append((codes, operand))
   return out
+
+
+def _k_major_only(use: Use, spec: Spec) -> bool:
+  """Whether a GEMM takes the operand in the order of its codes alone.
+
+  Kernels decode to the order of the array that they quantise; tensor cores take
+  bytes along the contraction.
+  """
+  return use.transposed and spec.dtype(use.gemm) != jnp.bfloat16
 
 
 def _by_reference(x, use, streams, packed):

@@ -49,7 +49,7 @@ def amax(x, *, signs: int | None = None, interpret=None):
   steps = -(-steps // unroll)
   count = 1 if signs is None else 2
 
-  def kernel(x_ref, *outs):
+  def amax_kernel(x_ref, *outs):
     program = lax.axis_index("program")
 
     def step(s, maxima):
@@ -77,7 +77,7 @@ def amax(x, *, signs: int | None = None, interpret=None):
       compat.store(out.at[program], most)
 
   outs = plgpu.kernel(
-    kernel,
+    amax_kernel,
     out_type=(jax.ShapeDtypeStruct((programs, *tile.block_shape), jnp.int32),)
     * count,
     grid=(programs,),

@@ -48,7 +48,7 @@ def decode(codes, scales, *, dtype=jnp.bfloat16, interpret=None):
   steps = next(c for c in CHUNKS if chunks % c == 0)
   unroll = min(UNROLL, steps)
 
-  def kernel(codes_ref, scales_ref, out_ref):
+  def decode_kernel(codes_ref, scales_ref, out_ref):
     program = lax.axis_index("program")
 
     def step(i, _):
@@ -69,7 +69,7 @@ def decode(codes, scales, *, dtype=jnp.bfloat16, interpret=None):
     lax.fori_loop(0, steps // unroll, step, ())
 
   out = plgpu.kernel(
-    kernel,
+    decode_kernel,
     out_type=jax.ShapeDtypeStruct((2 * n, half), dtype),
     grid=(chunks // steps,),
     grid_names=("program",),

@@ -52,7 +52,7 @@ def errors(x, scalars, block_amax, config, interpret=None):
   chunks = n // lanes
   steps = next(c for c in CHUNKS if chunks % c == 0)
 
-  def kernel(x_ref, scalars_ref, amax_ref, six_ref, four_ref):
+  def errors_kernel(x_ref, scalars_ref, amax_ref, six_ref, four_ref):
     program = lax.axis_index("program")
     scalars = [scalars_ref[i] for i in range(4)]
 
@@ -68,7 +68,7 @@ def errors(x, scalars, block_amax, config, interpret=None):
     lax.fori_loop(0, steps, step, ())
 
   out = plgpu.kernel(
-    kernel,
+    errors_kernel,
     out_type=(jax.ShapeDtypeStruct((n,), jnp.float32),) * 2,
     grid=(chunks // steps,),
     grid_names=("program",),

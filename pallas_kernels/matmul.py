@@ -509,7 +509,7 @@ class _Product:
     tiles = m * n // math.prod(config.cluster_tile)
     programs = config.programs or compat.multiprocessors()
 
-    def kernel(lhs, rhs, *refs):
+    def matmul_kernel(lhs, rhs, *refs):
       *scales, out, shared = refs
       lax.cond(
         lax.axis_index("warpgroup") < WARPGROUPS,
@@ -518,7 +518,7 @@ class _Product:
       )
 
     return plgpu.kernel(
-      kernel,
+      matmul_kernel,
       out_type=jax.ShapeDtypeStruct((m, n), self.result),
       scratch_types=(self.shared(),),
       grid=(max(min(programs // neighbours, tiles), 1),),

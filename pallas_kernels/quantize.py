@@ -123,6 +123,7 @@ def quantize(
     ):
       direction.run(program, programs, source, target)
 
+  kernel.__name__ = "_".join(["quantize", *(d.name for d in directions)])
   results = plgpu.kernel(
     kernel,
     out_type=tuple(o for out in outputs for o in out),
@@ -207,6 +208,18 @@ class _Direction:
 
   programs: ClassVar[Any]
   """Programs that the direction is divided among."""
+
+  axis: ClassVar[str]
+  """What it is called."""
+
+  @property
+  def name(self) -> str:
+    """In the name of the kernel, which profiles show."""
+    config = self.operand.config
+    parts = [self.axis, config.rounding if config.rounding == "sr" else ""]
+    parts += ["rht" if config.signs is not None else ""]
+    parts += ["46" if config.four_over_six else ""]
+    return "_".join(part for part in parts if part)
 
   def view_shape(self) -> tuple[int, int]:
     """Of the operand as the kernel sees it."""
@@ -307,6 +320,8 @@ class _Direction:
 class _Rows(_Direction):
   """Chunks of 128 blocks, in the order of memory."""
 
+  axis = "rows"
+
   @property
   def chunks(self) -> int:
     return self.m * self.k // (registers.LANES * BLOCK)
@@ -363,6 +378,8 @@ class _Rows(_Direction):
 
 class _Columns(_Direction):
   """Tiles of up to four blocks of some columns, side by side."""
+
+  axis = "columns"
 
   @property
   def tile(self) -> registers.Columns:

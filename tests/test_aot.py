@@ -96,6 +96,40 @@ def test_quantisation_is_in_the_program(compiled):
   assert ("rows_native_sr8" in outputs) == ("sr8" in aot.NATIVE[gpu])
 
 
+def test_kernels_follow_the_shardings_of_eight_gpus():
+  """Nothing travels that does not in BF16, but scalars and FP32 sums.
+
+  A sharded weight is gathered for fprop and for dgrad, as two operands.
+  """
+  lines = [
+    json.loads(x) for x in run("aot_mesh.py").splitlines() if x[0] == "{"
+  ]
+  assert len(lines) == 8
+  for plain, quantised in zip(lines[::2], lines[1::2], strict=True):
+    assert not plain["quantised"] and quantised["quantised"]
+    # Seven operands of two layers, each with an amax or an amax of XLA's own.
+    assert (plain["kernels"], quantised["kernels"]) == (0, 14)
+    name = plain["sharding"]
+    for kind, times in (
+      ("all-gather", 2),
+      ("reduce-scatter", 1),
+      ("all-reduce", 1),
+      ("all-to-all", 1),
+      ("collective-permute", 1),
+    ):
+      before, after = (
+        elements(m["collectives"], kind) for m in (plain, quantised)
+      )
+      assert after == times * before, (name, kind, plain, quantised)
+
+
+def elements(collectives: list[str], kind: str) -> int:
+  """What the collectives of a kind give, but scalars of up to 16 operands."""
+  shapes = (c.split("[")[1][:-1] for c in collectives if c.startswith(kind))
+  sizes = (math.prod(int(n) for n in s.split(",") if n) for s in shapes)
+  return sum(size for size in sizes if size > 16)
+
+
 def test_products_run_on_the_tensor_cores(compiled):
   gpu, outputs = compiled
   products = [name for name in outputs if name.startswith("matmul")]

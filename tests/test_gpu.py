@@ -181,7 +181,7 @@ STREAM = rounding.site_stream(jax.random.key(3), 1, 2, 3)
 def both_backends(x, rows, columns):
   """By kernels and by the reference, parts of each direction."""
   requests = [
-    operand and kernels.Request(operand, packed=True, decoded=True)
+    operand and kernels.Request(operand, packed=True, decoded=jnp.bfloat16)
     for operand in (rows, columns)
   ]
   results = kernels.quantize(x, *requests, (STREAM, STREAM))
@@ -242,7 +242,7 @@ def test_kernels_beyond_65535_programs_and_2_31_elements():
   m, k = shape = 81920, 27648
   x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
   x = x.at[:, 0].set(8).at[0, :].set(8)  # the amax, in every part of it
-  rows = kernels.Request(Operand(), packed=True, decoded=False)
+  rows = kernels.Request(Operand(), packed=True)
   both = jax.jit(lambda x: kernels.quantize(x, rows, rows))
   across, down = (q.codes for q in both(x))
   middle = 2**31 // k // 16 * 16
@@ -272,7 +272,7 @@ def test_kernels_under_a_vmap_of_70000():
   """More operands than CUDA launches programs along a batch."""
   x = jax.random.t(jax.random.key(0), 3.0, (70_000, 16, 64), jnp.float32)
   x = x.astype(jnp.bfloat16)
-  request = kernels.Request(Operand(), packed=True, decoded=False)
+  request = kernels.Request(Operand(), packed=True)
 
   def by_kernel(x):
     q = kernels.quantize(x, request)[0].codes

@@ -85,7 +85,7 @@ def assert_same_bits(got, want):
 def check(x, rows=None, columns=None):
   """Compares every result of one call with the reference's."""
   requests = [
-    operand and kernels.Request(operand, packed=True, decoded=True)
+    operand and kernels.Request(operand, packed=True, decoded=jnp.bfloat16)
     for operand in (rows, columns)
   ]
   results = kernels.quantize(x, *requests, (STREAM, STREAM), interpret=True)
@@ -203,7 +203,7 @@ def test_batch_elements_are_operands_of_their_own():
 
 def test_vmap_and_scan():
   x = operand_data((2, 32, 128), "bfloat16")
-  request = kernels.Request(Operand(), packed=True, decoded=False)
+  request = kernels.Request(Operand(), packed=True)
 
   def codes(x):
     return kernels.quantize(x, request, interpret=True)[0].codes.codes
@@ -497,6 +497,41 @@ def test_dot_gives_the_numbers_of_the_reference(recipe, batch):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.parametrize(
+  "recipe, dtype",
+  [("nvfp4", "bfloat16"), ("nvfp4_fp8_exact", "float8_e4m3fn")],
+)
+def test_dot_multiplies_by_a_kernel(monkeypatch, recipe, dtype):
+  """Where tiles divide the sizes; operands of the exact recipe as E4M3."""
+  x, w = operand_data((128, 128)), operand_data((128, 128), seed=1)
+  multiply, seen = kernels.multiply, []
+
+  def spy(lhs, rhs, *args, **options):
+    seen.append({lhs.dtype.name, rhs.dtype.name})
+    return multiply(lhs, rhs, *args, **options)
+
+  monkeypatch.setattr(kernels, "multiply", spy)
+  results = []
+  for backend in ("reference", "pallas_interpret"):
+
+    def product(x, w, backend=backend):
+      return fp4jax.dot(
+        x,
+        w,
+        MATMUL,
+        recipe=getattr(recipes, recipe)(),
+        key=jax.random.key(7),
+        backend=backend,
+      )
+
+    y, vjp = jax.vjp(product, x, w)
+    results.append([y, *vjp(x)])
+  assert seen == [{dtype}] * 3
+  want, got = results
+  for a, b in zip(got, want, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
 def test_shards_are_refused_or_left_to_the_reference(monkeypatch):
   """A kernel sees one shard, whose amax is not the operand's."""
   mesh = jax.make_mesh(
@@ -529,7 +564,7 @@ def test_long_batches_are_launched_in_parts(monkeypatch):
   want = fp4jax.quantize_array(x, Operand(rounding="sr"), STREAM)
   monkeypatch.setattr(kernels, "_BATCH", 2)
   jax.clear_caches()
-  request = kernels.Request(Operand(rounding="sr"), packed=True, decoded=False)
+  request = kernels.Request(Operand(rounding="sr"), packed=True)
   got, _ = kernels.quantize(x, request, None, (STREAM, None), interpret=True)
   assert_same_bits(got.codes.codes, want.codes)
   values = kernels.decode(got.codes, interpret=True)
@@ -540,7 +575,7 @@ def test_long_vmaps_are_launched_in_parts(monkeypatch):
   """Operands under a user's vmap: elements 0 of batches of their own."""
   x = operand_data((3, 2, 16, 64), "bfloat16")
   sr = Operand(rounding="sr")
-  request = kernels.Request(sr, packed=True, decoded=False)
+  request = kernels.Request(sr, packed=True)
 
   def quantised(x):
     stream = STREAM, None
