@@ -30,7 +30,7 @@ from pallas_kernels import quantize as quantize_kernel
 from pallas_kernels import registers
 
 BLOCK = quantize_kernel.BLOCK
-_ROW_ELEMENTS = 2048  # m k of rows must be a multiple
+_ROW_ELEMENTS = 2048  # that an operand must have at least
 _BATCH = 2**15  # CUDA launches at most 65,535 programs along a batch
 
 
@@ -401,16 +401,15 @@ def _amax(x, rotation, params):
 
 
 def _padded_shape(m, k, columns: bool) -> tuple[int, int]:
-  """The least shape that the kernels' tiles divide."""
+  """The least shape that holds a tile of the kernels; theirs overlap."""
   if columns:
+    m, k = _up(m, BLOCK), _up(k, 2)
     shapes = [
-      (_up(m, rows), _up(k, across)) for rows, across in registers.COLUMN_SHAPES
+      (max(m, rows), max(k, across)) for rows, across in registers.COLUMN_SHAPES
     ]
-    return min(shapes, key=math.prod)
-  shapes, width = [], BLOCK
-  while width <= _ROW_ELEMENTS:  # few rows are padded to longer ones
-    shapes.append((_up(m, _ROW_ELEMENTS // width), _up(k, width)))
-    width *= 2
+  else:  # few rows are padded to longer ones
+    longer = _up(-(-_ROW_ELEMENTS // m), BLOCK)
+    shapes = [(m, max(k, longer)), (max(m, -(-_ROW_ELEMENTS // k)), k)]
   return min(shapes, key=math.prod)
 
 

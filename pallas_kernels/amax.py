@@ -21,7 +21,8 @@ def amax(x, *, signs: int | None = None, interpret=None):
   """Largest magnitudes of an operand and of its rotation along columns.
 
   Args:
-    x: [m, k] BF16 or float32 of sizes that ``registers.COLUMN_SHAPES`` has.
+    x: [m, k] BF16 or float32, m a multiple of 16, k even, that holds one of
+      ``registers.COLUMN_SHAPES``.
     signs: sign bits of the rotation; None without one.
     interpret: ``compat.interpret_params()`` on a CPU.
 
@@ -30,19 +31,19 @@ def amax(x, *, signs: int | None = None, interpret=None):
     scalars. NaN and Inf propagate.
 
   Raises:
-    ValueError: for sizes that the tiles do not divide.
+    ValueError: for other sizes.
   """
   m, k = x.shape
   registers.check_size(m, k)
   tile = registers.columns(m, k, interpret is not None, downs=(1, 2, 4))
   if tile is None:
     raise ValueError(
-      f"amax: x[{m}, {k}] needs sizes that are multiples of"
+      f"amax: x[{m}, {k}] needs m % 16 == 0, an even k, and sizes of at least"
       f" {' or '.join(map(str, registers.COLUMN_SHAPES))}; pad x with zeros."
     )
   rows, columns = tile.shape
-  across = k // columns
-  tiles = m // rows * across
+  down, across = -(-m // rows), -(-k // columns)
+  tiles = down * across
   programs = min(PROGRAMS, tiles)
   steps = -(-tiles // programs)
   unroll = min(UNROLL, steps)
@@ -57,8 +58,9 @@ def amax(x, *, signs: int | None = None, interpret=None):
       for u in range(unroll):
         # The last tile again where there is none: no maximum minds.
         n = jnp.minimum((s * unroll + u) * programs + program, tiles - 1)
-        i, j = n // across, n % across
-        place = pl.ds(i * rows, rows), pl.ds(j * columns, columns)
+        i = registers.start(n // across, rows, m, down)
+        j = registers.start(n % across, columns, k, across)
+        place = pl.ds(i, rows), pl.ds(j, columns)
         loaded.append(compat.load(x_ref.at[place], tile.layout))
       for x in loaded:
         x = x.astype(jnp.float32)

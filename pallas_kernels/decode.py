@@ -22,7 +22,8 @@ def decode(codes, scales, *, dtype=jnp.bfloat16, interpret=None):
   """Codes times block scales, exact in BF16.
 
   Args:
-    codes: uint8 [m, k / 2], two codes a byte; m k a multiple of 2048.
+    codes: uint8 [m, k / 2], two codes a byte; k a multiple of 16, and m k at
+      least 1024.
     scales: uint8 [m, k / 16] E4M3 codes.
     dtype: bfloat16, float32, or float8_e4m3fn for scales of the restricted
       grid, whose products are E4M3 numbers.
@@ -32,19 +33,19 @@ def decode(codes, scales, *, dtype=jnp.bfloat16, interpret=None):
     [m, k] of ``dtype``.
 
   Raises:
-    ValueError: for sizes that the tiles do not divide.
+    ValueError: for other sizes.
   """
   m, k = codes.shape[0], 2 * codes.shape[1]
   registers.check_size(m, k)
+  half, lanes = registers.BLOCK // 2, registers.LANES
   n = m * k // BLOCK
-  if k % BLOCK or n % registers.LANES:
+  if k % BLOCK or 2 * n < lanes:
     raise ValueError(
-      f"decode: codes of [{m}, {k}] need k % 16 == 0 and m k % 2048 == 0; pad"
-      " them with zeros."
+      f"decode: codes of [{m}, {k}] need k % 16 == 0 and m k >= 1024; pad them"
+      " with zeros."
     )
   tile = registers.Halves(interpret is not None)
-  half, lanes = registers.BLOCK // 2, registers.LANES
-  chunks = 2 * n // lanes
+  chunks = -(-2 * n // lanes)
   steps = next(c for c in CHUNKS if chunks % c == 0)
   unroll = min(UNROLL, steps)
 
@@ -53,7 +54,9 @@ def decode(codes, scales, *, dtype=jnp.bfloat16, interpret=None):
 
     def step(i, _):
       first = program * steps + i * unroll
-      starts = [(first + u) * lanes for u in range(unroll)]
+      starts = [
+        registers.start(first + u, lanes, 2 * n, chunks) for u in range(unroll)
+      ]
       places = [pl.ds(start, lanes) for start in starts]
       loaded = []
       for start, place in zip(starts, places, strict=True):

@@ -25,7 +25,7 @@ def errors(x, scalars, block_amax, config, interpret=None):
   """Squared errors of rows of blocks under either scale.
 
   Args:
-    x: [m, k] BF16 or float32; k a multiple of 16 and m k of 2048.
+    x: [m, k] BF16 or float32; k a multiple of 16 and m k at least 2048.
     scalars: float32 [4], see ``arithmetic.quantize``.
     block_amax: float32 [m, k / 16], the amax of the block that each sixteen
       elements are a row of.
@@ -37,19 +37,19 @@ def errors(x, scalars, block_amax, config, interpret=None):
     at 6, and at 4.
 
   Raises:
-    ValueError: for sizes that the tiles do not divide.
+    ValueError: for other sizes.
   """
   m, k = x.shape
   registers.check_size(m, k)
   lanes = registers.LANES
   n = m * k // BLOCK
-  if k % BLOCK or n % lanes:
+  if k % BLOCK or n < lanes:
     raise ValueError(
-      f"errors: x[{m}, {k}] needs k % 16 == 0 and m k % 2048 == 0; pad it with"
+      f"errors: x[{m}, {k}] needs k % 16 == 0 and m k >= 2048; pad it with"
       " zeros."
     )
   tile = registers.Rows(interpret=interpret is not None)
-  chunks = n // lanes
+  chunks = -(-n // lanes)
   steps = next(c for c in CHUNKS if chunks % c == 0)
 
   def errors_kernel(x_ref, scalars_ref, amax_ref, six_ref, four_ref):
@@ -57,7 +57,8 @@ def errors(x, scalars, block_amax, config, interpret=None):
     scalars = [scalars_ref[i] for i in range(4)]
 
     def step(i, _):
-      place = pl.ds((program * steps + i) * lanes, lanes)
+      start = registers.start(program * steps + i, lanes, n, chunks)
+      place = pl.ds(start, lanes)
       x = compat.load(x_ref.at[place], tile.layout).astype(jnp.float32)
       block_amax = compat.load(amax_ref.at[place], tile.block_layout)
       six, four = arithmetic.errors(tile, x, scalars, config, block_amax)

@@ -86,8 +86,9 @@ def quantize(
   """Quantises an operand along its rows, its columns, or both.
 
   Args:
-    x: [m, k] BF16 or float32. Rows need k a multiple of 16 and m k of 2048;
-      columns need what one of ``registers.COLUMN_SHAPES`` divides.
+    x: [m, k] BF16 or float32. Rows need k a multiple of 16 and m k at least
+      2048; columns need m a multiple of 16, k even, and that [m, k] holds one
+      of ``registers.COLUMN_SHAPES``.
     rows: how blocks of sixteen neighbours are quantised.
     columns: how blocks of sixteen rows are.
     interpret: ``compat.interpret_params()`` on a CPU.
@@ -98,8 +99,8 @@ def quantize(
     A ``Quantized`` for each direction that was asked for.
 
   Raises:
-    ValueError: for sizes that the tiles do not divide, or whose addresses 32
-      bits do not hold; or nothing to do.
+    ValueError: for other sizes, or those whose addresses 32 bits do not hold;
+      or nothing to do.
   """
   check(x, rows, columns)
   m, k = x.shape
@@ -165,7 +166,7 @@ def tile_scales(scales):
 
 
 def check(x, rows, columns):
-  """Raises ValueError where the tiles do not divide the operand."""
+  """Raises ValueError where the operand holds no tile, or broken blocks."""
   m, k = x.shape
   if rows is None and columns is None:
     raise ValueError("quantize: neither rows nor columns; give one of them.")
@@ -174,15 +175,16 @@ def check(x, rows, columns):
       f"quantize: x has dtype {x.dtype}, needed bfloat16 or float32; cast it."
     )
   registers.check_size(m, k)
-  if rows is not None and (k % BLOCK or m * k % (registers.LANES * BLOCK)):
+  if rows is not None and (k % BLOCK or m * k < registers.LANES * BLOCK):
     raise ValueError(
-      f"quantize: rows of x[{m}, {k}] need k % 16 == 0 and m k % 2048 == 0; pad"
-      " x with zeros."
+      f"quantize: rows of x[{m}, {k}] need k % 16 == 0 and m k >= 2048; pad x"
+      " with zeros."
     )
   if columns is not None and registers.columns(m, k, False) is None:
     raise ValueError(
-      f"quantize: columns of x[{m}, {k}] need sizes that are multiples of"
-      f" {' or '.join(map(str, registers.COLUMN_SHAPES))}; pad x with zeros."
+      f"quantize: columns of x[{m}, {k}] need m % 16 == 0, an even k, and sizes"
+      f" of at least {' or '.join(map(str, registers.COLUMN_SHAPES))}; pad x"
+      " with zeros."
     )
 
 
@@ -323,8 +325,12 @@ class _Rows(_Direction):
   axis = "rows"
 
   @property
+  def blocks(self) -> int:
+    return self.m * self.k // BLOCK
+
+  @property
   def chunks(self) -> int:
-    return self.m * self.k // (registers.LANES * BLOCK)
+    return -(-self.blocks // registers.LANES)
 
   @property
   def programs(self) -> int:
@@ -332,26 +338,26 @@ class _Rows(_Direction):
     return chunks // next(c for c in ROW_CHUNKS if chunks % c == 0)
 
   def view_shape(self):
-    return (self.chunks * registers.LANES, BLOCK)
+    return (self.blocks, BLOCK)
 
   def packed_rows(self):
     return self.m, self.k
 
   def packed_shapes(self):
-    n = self.chunks * registers.LANES
-    return (n, BLOCK // 2), (n,)
+    return (self.blocks, BLOCK // 2), (self.blocks,)
 
   def body(self, program, programs, x_ref, scalars, stream, amax_ref, out):
     tile = registers.Rows(interpret=self.interpret)
     codes_ref, scales_ref, decoded_ref = out
     blocks = self.k // BLOCK
-    steps = self.chunks // programs
+    steps = -(-self.chunks // programs)
+    parts = registers.LANES, self.blocks, steps * programs
     most = ROW_UNROLL[self.operand.config.rounding]
     unroll = max(u for u in range(1, most + 1) if steps % u == 0)
 
     def step(i, _):
       starts = [
-        (program * steps + i * unroll + u) * registers.LANES
+        registers.start(program * steps + i * unroll + u, *parts)
         for u in range(unroll)
       ]
       places = [pl.ds(start, registers.LANES) for start in starts]
@@ -388,14 +394,19 @@ class _Columns(_Direction):
     return tile
 
   @property
+  def grid(self) -> tuple[int, int]:
+    """Tiles, down and across."""
+    rows, columns = self.tile.shape
+    return -(-self.m // rows), -(-self.k // columns)
+
+  @property
   def steps(self) -> int:
-    tiles = self.k // self.tile.across
-    return next(n for n in COLUMN_TILES if tiles % n == 0)
+    return next(n for n in COLUMN_TILES if self.grid[1] % n == 0)
 
   @property
   def programs(self) -> int:
-    rows, columns = self.tile.shape
-    return self.m // rows * (self.k // (columns * self.steps))
+    down, across = self.grid
+    return down * across // self.steps
 
   def view_shape(self):
     return (self.m, self.k)
@@ -410,34 +421,35 @@ class _Columns(_Direction):
     del programs, amax_ref
     tile, steps = self.tile, self.steps
     codes_ref, scales_ref, decoded_ref = out
-    rows, columns = tile.shape
-    across = self.k // (columns * steps)
-    i, first = program // across, program % across * steps
-    down, width = tile.down, tile.down * BLOCK // 2
+    (rows, columns), (tiles_down, tiles_across) = tile.shape, self.grid
+    across = tiles_across // steps
+    first = program % across * steps
+    down, half = tile.down, BLOCK // 2
+    parts = down, self.m // BLOCK, tiles_down
+    block = registers.start(program // across, *parts)
+    parts = columns, self.k, tiles_across
     most = COLUMN_UNROLL[self.operand.config.rounding] if self.alone else 1
     unroll = min(most, steps)
 
     def step(s, _):
+      starts = [
+        registers.start(first + s * unroll + u, *parts) for u in range(unroll)
+      ]
       places = [
-        (
-          pl.ds(i * rows, rows),
-          pl.ds((first + s * unroll + u) * columns, columns),
-        )
-        for u in range(unroll)
+        (pl.ds(block * BLOCK, rows), pl.ds(start, columns)) for start in starts
       ]
       loaded = [compat.load(x_ref.at[p], tile.layout) for p in places]
-      for u, (place, x) in enumerate(zip(places, loaded, strict=True)):
+      for start, place, x in zip(starts, places, loaded, strict=True):
         counter = row = None
         if stream is not None:
-          counter = tile.iota(0) + i * down
-          row = tile.iota(1) + (first + s * unroll + u) * columns
+          counter, row = tile.iota(0) + block, tile.iota(1) + start
         words, scale, decoded = self.tile_of(
           tile, x, scalars, stream, None, counter, row
         )
         if codes_ref is not None:
-          at = place[1], pl.ds(i * width, width)
+          at = place[1], pl.ds(block * half, down * half)
           compat.store(codes_ref.at[at], tile.codes(words))
-          at = place[1], pl.ds(i * down, down)
+          at = place[1], pl.ds(block, down)
           compat.store(scales_ref.at[at], tile.scales(scale))
         if decoded_ref is not None:
           compat.store(decoded_ref.at[place], decoded)

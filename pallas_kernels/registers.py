@@ -606,7 +606,7 @@ class Columns(Tile):
 
 
 COLUMN_SHAPES = tuple(Columns(False, down).shape for down in (4, 2, 1))
-"""Shapes of the tiles of columns; one of them must divide an operand."""
+"""Shapes of the tiles of columns; an operand must hold one of them."""
 
 
 def check_size(m: int, k: int) -> None:
@@ -619,12 +619,30 @@ def check_size(m: int, k: int) -> None:
 
 
 def columns(m: int, k: int, interpret: bool, downs=(4, 2, 1)) -> Columns | None:
-  """The first tile of columns that divides [m, k], None if there is none."""
-  for down in downs:
-    tile = Columns(interpret, down)
-    if m % tile.shape[0] == 0 and k % tile.shape[1] == 0:
-      return tile
-  return None
+  """The tile of columns with which [m, k] overlaps least, the first of those.
+
+  None if [m, k] holds none of them, or has broken blocks or pairs of columns.
+  """
+  if m % BLOCK or k % 2:
+    return None
+  tiles = [Columns(interpret, down) for down in downs]
+  tiles = [t for t in tiles if t.shape[0] <= m and t.shape[1] <= k]
+
+  def covered(tile):
+    rows, across = tile.shape
+    return -(-m // rows) * rows * -(-k // across) * across
+
+  return min(tiles, key=covered, default=None)
+
+
+def start(index, size: int, total: int, count: int):
+  """Where part ``index`` of ``total`` begins.
+
+  The last parts reach back where ``count`` parts of ``size`` are more than the
+  total: what lies in two of them is computed twice, to the same bits.
+  """
+  first = index * size
+  return first if count * size == total else jnp.minimum(first, total - size)
 
 
 def _relabelled(arrays, layouts, shape, layout, dtype, emit):

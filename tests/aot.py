@@ -171,6 +171,7 @@ def kernels(gpu: str) -> dict:
   six = config(scale_max=256.0, four_over_six=True)
   small = struct((16, 256), jnp.bfloat16)
   two_deep = struct((32, 128), jnp.bfloat16)
+  broken = struct((528, 1040), jnp.bfloat16)  # tiles overlap
   rest = struct((4,), jnp.float32), struct((6,), jnp.uint32)
   codes = struct((512, 512), jnp.uint8), struct((512, 64), jnp.uint8)
   tops = struct((512, 64), jnp.float32)  # amax of the block of sixteen elements
@@ -224,6 +225,7 @@ def kernels(gpu: str) -> dict:
       *rest,
     ),
     "columns_rht_two_deep": (_quantise(None, rotated), two_deep, *rest),
+    "both_overlapping_rht_sr": (_quantise(sr, rotated_sr), broken, *rest),
     "rows_square": (square(rne), bf16, rest[0], tops),
     "rows_square_exact": (square(exact), bf16, rest[0], tops),
     "errors_six": (
