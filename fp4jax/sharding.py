@@ -15,6 +15,7 @@ import jax
 from jax import lax
 from jax.experimental import custom_partitioning
 import jax.numpy as jnp
+import numpy as np
 
 from fp4jax import _jax
 from fp4jax import scaling
@@ -53,7 +54,8 @@ def shardable(
 
   Returns:
     A function of the arrays. How they are sharded is XLA's to say (an auto
-    mesh); axes that are sharded unevenly are gathered.
+    mesh), also where one axis of a mesh divides two of an array; axes that are
+    sharded unevenly are gathered.
   """
   if _jax.device_count() == 1:
     return lambda *arrays: function(Shard(), *arrays)
@@ -63,7 +65,9 @@ def shardable(
 
   def partition(mesh, arg_infos, result_infos):
     del result_infos
-    axes = _axes(mesh, arg_infos[0], args[0], whole)
+    x = arg_infos[0]
+    mesh, spec = decoded(x.sharding, len(x.shape), tuple(mesh.shape.values()))
+    axes = _axes(mesh, spec, _sizes(x.shape, args[0]), whole)
 
     def shard(*arrays):
       sizes = dict(zip(_AXES, _sizes(arrays[0].shape, args[0]), strict=True))
@@ -86,17 +90,71 @@ def shardable(
     )
     return mesh, shard, made, given
 
-  call.def_partition(partition=partition, sharding_rule=_rule(args, outs))
+  call.def_partition(
+    partition=partition,
+    sharding_rule=_rule(args, outs),
+    decode_shardings=False,  # JAX fails where an axis of a mesh is divided
+  )
   return call
 
 
-def _axes(mesh, info, labels: str, whole: str) -> dict[str, tuple[str, ...]]:
+def decoded(sharding, rank: int, mesh_shape: Sequence[int] = ()):
+  """A sharding in terms of a mesh whose axes are as small as can be.
+
+  Args:
+    sharding: of an array.
+    rank: how many axes the array has.
+    mesh_shape: of the mesh that the sharding comes from, where there is one.
+
+  Returns:
+    A mesh of the devices in the sharding's order, each of its axes a prime
+    factor of one of ``mesh_shape``; and names of those that divide each axis of
+    the array, the slowest first. None are named of an axis that is divided
+    across these factors.
+  """
+  count = len(sharding.device_set)
+  # Of this shape any sharding of the devices is even.
+  places = sharding.devices_indices_map((count,) * rank)
+  sizes = [p for n in mesh_shape or (count,) for p in _primes(n)]
+  names = [f"axis{i}" for i in range(len(sizes))]
+  mesh = jax.sharding.Mesh(np.array([*places]).reshape(sizes), names)
+  digits = np.indices(sizes).reshape(len(sizes), count)
+  strides = np.array([math.prod(sizes[i + 1 :]) for i in range(len(sizes))])
+  spec = []
+  for axis in range(rank):
+    starts = [place[axis].start or 0 for place in places.values()]
+    _, index = np.unique(starts, return_inverse=True)
+    weights = index[strides]  # of a device that is the first along all but one
+    order = [i for i in np.argsort(-weights, kind="stable") if weights[i]]
+    radix = [
+      math.prod(sizes[j] for j in order[n + 1 :]) for n in range(len(order))
+    ]
+    regular = np.array_equal(weights[order], radix)
+    if not regular or not np.array_equal(weights @ digits, index):
+      order = []
+    spec.append(tuple(names[i] for i in order))
+  return mesh, spec
+
+
+def _primes(n: int) -> list[int]:
+  """Prime factors, the smallest first.
+
+  >>> _primes(12)
+  [2, 2, 3]
+  """
+  found, factor = [], 2
+  while n > 1:
+    while n % factor == 0:
+      found.append(factor)
+      n //= factor
+    factor += 1
+  return found
+
+
+def _axes(mesh, spec, sizes, whole: str) -> dict[str, tuple[str, ...]]:
   """The mesh axes that divide batch, rows and columns."""
   found = {}
-  shape = _sizes(info.shape, labels)
-  spec = [*info.sharding.spec, *[None] * len(shape)]
-  for axis, size, names in zip(_AXES, shape, spec[: len(shape)], strict=True):
-    names = names if isinstance(names, tuple) else (names,) if names else ()
+  for axis, size, names in zip(_AXES, sizes, spec, strict=True):
     shards = math.prod(mesh.shape[name] for name in names)
     unit = BLOCK if axis in whole else 1
     found[axis] = names if size % (shards * unit) == 0 else ()

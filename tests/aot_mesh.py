@@ -8,9 +8,9 @@ what its collectives give.
 """
 
 import json
-import re
 
 import aot
+from collectives import collectives
 import jax
 from jax.experimental import topologies
 import jax.numpy as jnp
@@ -44,17 +44,6 @@ def loss(weights, x, **options):
     model = fp4jax.quantize(model, POLICY, backend="pallas")
   y = model((up, down), x, **options)
   return jnp.sum(y.astype(jnp.float32) ** 2)
-
-
-def collectives(text: str) -> list[str]:
-  """What the collectives of a program give, with their kinds."""
-  kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-  found = re.findall(rf"= (.*?) ({kinds})(?:-done)?\(", text)
-  return sorted(
-    f"{kind} {part}"
-    for parts, kind in found
-    for part in re.findall(r"\w+\[[\d,]*\]", parts)
-  )
 
 
 def main() -> None:

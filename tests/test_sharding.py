@@ -2,7 +2,8 @@
 
 Contract: ``sharding.shardable`` gives the numbers of one device, whatever the
 mesh and the sharding; nothing of the operand travels where the shards hold
-whole blocks; and each shard knows its place.
+whole blocks, also where one axis of the mesh divides two of the operand; and
+each shard knows its place.
 """
 
 import os
@@ -11,6 +12,7 @@ import sys
 
 SCRIPT = """
 import re
+import sys
 
 import jax
 from jax import lax
@@ -19,6 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
 from fp4jax import sharding
+
+sys.path.append("tests")
+from collectives import collectives
 
 ARGS = ["b m k", "b ."]
 OUTS = ["b m k/2", "b m k/16", "b k m/2", "b k m/16", "b m k", "b"]
@@ -42,19 +47,28 @@ def function(shard, x, scalars):
   )
 
 
-def moved(compiled):
-  '''Sizes of what collectives give, by kind.'''
-  found = re.findall(
-    r"= (\\S+) (all-gather|all-reduce|all-to-all|collective-permute|"
-    r"reduce-scatter)(?:-start)?\\(", compiled.as_text())
-  return [(kind, shape) for shape, kind in found]
-
-
 assert jax.device_count() == 8
 mesh = jax.make_mesh(
   (4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
 )
 rng = np.random.default_rng(0)
+scalar = re.compile(r"\\S+ f32\\[\\d?\\]")  # the amax of a batch element
+
+
+def check(f, xs, scalars, want, label):
+  '''The numbers of one device; returns the tensors that travel.'''
+  compiled = jax.jit(f).lower(xs, scalars).compile()
+  for got, wanted, labels in zip(compiled(xs, scalars), want, OUTS):
+    wanted = np.asarray(wanted)
+    if labels == "b" and xs.sharding.spec != P():
+      wanted = np.where(np.isnan(wanted), np.inf, wanted)
+    np.testing.assert_array_equal(got, wanted, err_msg=label)
+    yield labels, got
+  travels = [m for m in collectives(compiled.as_text())
+             if not scalar.fullmatch(m)]
+  yield "travels", travels
+
+
 for shape, spec, gathers in (
   ((2, 256, 128), P(None, "a", "b"), False),
   ((2, 256, 128), P(None, ("a", "b"), None), False),
@@ -68,21 +82,45 @@ for shape, spec, gathers in (
   scalars = np.full((shape[0], 4), 2, np.float32)
   x[-1, -1, -1] = np.nan if shape[-1] == 256 else 31
   want = function(sharding.Shard(), x, scalars)
-  f = jax.jit(sharding.shardable(function, ARGS, OUTS, "mk"))
+  f = sharding.shardable(function, ARGS, OUTS, "mk")
   xs = jax.device_put(x, NamedSharding(mesh, spec))
-  compiled = f.lower(xs, scalars).compile()
-  for got, wanted, labels in zip(compiled(xs, scalars), want, OUTS):
-    wanted = np.asarray(wanted)
-    if labels == "b" and not spec == P():
-      wanted = np.where(np.isnan(wanted), np.inf, wanted)
-    np.testing.assert_array_equal(got, wanted, err_msg=f"{shape} {spec}")
-    if not gathers:
-      axes = {axis for axis, names in zip("bmk", spec) if names}
+  *results, (_, travels) = check(f, xs, scalars, want, f"{shape} {spec}")
+  assert bool(travels) == gathers, (shape, spec, travels)
+  if not gathers:
+    axes = {axis for axis, names in zip("bmk", spec) if names}
+    for labels, got in results:
       divided = got.sharding.shard_shape(got.shape) != got.shape
       assert divided == any(a in labels for a in axes), (labels, got.sharding)
-  scalar = re.compile(r"f32\\[\\d?\\].*")  # the amax of a batch element
-  tensors = [m for m in moved(compiled) if not scalar.fullmatch(m[1])]
-  assert bool(tensors) == gathers, (shape, spec, moved(compiled))
+
+# One axis of the mesh divides two of the operand.
+x = rng.integers(-8, 8, (512, 128)).astype(np.float32)
+for shape, spec in (
+  ((2, 256, 128), P("a")), ((2, 256, 128), P(("a", "b"))),
+  ((8, 64, 128), P("a", "b")), ((1, 512, 128), P(("b", "a"))),
+):
+  scalars = np.full((shape[0], 4), 2, np.float32)
+  want = function(sharding.Shard(), x.reshape(shape), scalars)
+  f = sharding.shardable(function, ARGS, OUTS, "mk")
+  xs = jax.device_put(x, NamedSharding(mesh, spec))
+  divided = lambda x, scalars: f(x.reshape(shape), scalars)
+  list(check(divided, xs, scalars, want, f"{shape} {spec}"))
+  # No such sharding leaves a program: its results may be gathered.
+  most = lambda *args: [y.max() for y in divided(*args)]
+  travels = collectives(jax.jit(most).lower(xs, scalars).compile().as_text())
+  assert all(map(scalar.fullmatch, travels)), (shape, spec, travels)
+
+# Whatever the sharding, what it is decoded to is the same one.
+meshes = {(4, 2): ("a", "b"), (8,): ("a",), (2, 2, 2): ("a", "b", "c")}
+for sizes, names in meshes.items():
+  mesh = jax.make_mesh(
+    sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
+  )
+  for spec in (P(), P("a"), P(None, names), P(names[::-1]), P(None, "a")):
+    given = NamedSharding(mesh, spec)
+    for shape in (sizes, ()):
+      small, parts = sharding.decoded(given, 2, shape)
+      made = NamedSharding(small, P(*(part or None for part in parts)))
+      assert made.is_equivalent_to(given, 2), (sizes, spec, parts)
 print("done")
 """
 
