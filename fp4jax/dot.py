@@ -336,7 +336,8 @@ def _gemm(name: str, lhs: GemmOperand, rhs: GemmOperand, dtype, spec):
       return kernels.multiply(
         left, right, factors, contract, dtype, interpret=spec.interpret
       )
-  # Decoded operands are exact in what they are decoded to.
+  # Decoded operands are exact in BF16, whose products XLA adds up in float32.
+  left, right = (x.astype(jnp.bfloat16) for x in (left, right))
   y = _contracted(left, right, contract, jnp.float32, None)
   for factor in factors:
     y = y * factor[..., None, None]

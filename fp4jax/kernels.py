@@ -41,11 +41,14 @@ class Request(NamedTuple):
     operand: the recipe's.
     packed: whether codes are wanted.
     decoded: dtype in which decoded values are wanted, or None.
+    transposed: whether rows of square blocks are the columns of the operand
+      that the recipe means, whose errors, for 4/6, are added along these first.
   """
 
   operand: recipes.Operand
   packed: bool
   decoded: Any = None
+  transposed: bool = False
 
 
 def serves(operand: recipes.Operand, transposed: bool) -> bool:
@@ -223,9 +226,10 @@ def _quantize(x, streams, rows, columns, params, native):
     )
   ]
   if square:
-    block_amax = jnp.repeat(tops, BLOCK, axis=1)
     if rows.operand.four_over_six:
-      block_amax = _chosen(x, operands[0], block_amax, params)
+      axis = -2 if rows.transposed else -1
+      tops = _chosen(x, operands[0], tops, axis, params)
+    block_amax = jnp.repeat(tops, BLOCK, axis=1)
     operands[0] = operands[0]._replace(block_amax=block_amax)
   results = _launched(x, operands, params, native)
   out: list = []
@@ -319,37 +323,49 @@ def _launched(x, operands, params, native) -> list:
   ]
 
 
-def _chosen(x, operand, block_amax, params):
+def _chosen(x, operand, tops, axis, params):
   """The amax of square blocks, negative where that to 4 has the lesser error.
 
   Args:
     x: [b, m, k], both sizes multiples of sixteen.
     operand: as the kernel takes it.
-    block_amax: float32 [b, m, k / 16].
+    tops: float32 [b, m / 16, k / 16] amax.
+    axis: along which errors are added first, -1 or -2.
     params: of the interpreter.
   """
+  args, whole = ["b m k", "b .", "b m k/16"], "mk"
+  if axis == -2:
+    args[2] = "b m/16 k"
 
   def one(shard, x, scalars, block_amax):
     del shard
     m, k = x.shape
-    shape = _padded_shape(m, k, False)
+    shape = _padded_shape(m, k, axis == -2)
+    narrow = list(shape)
+    narrow[axis] //= BLOCK
     errors = errors_kernel.errors(
       _pad(x, shape),
       scalars,
-      _pad(block_amax, (shape[0], shape[1] // BLOCK)),
+      _pad(block_amax, narrow),
       operand.config,
-      params,
+      axis=axis,
+      interpret=params,
     )
-    return tuple(error[:m, : k // BLOCK] for error in errors)
+    m, k = block_amax.shape
+    return tuple(error[:m, :k] for error in errors)
 
-  args = ["b m k", "b .", "b m k/16"]
-  errors = _by_shards(one, args, ["b m k/16"] * 2, "mk", params)
-  six, four = (
-    block_scaled.add_rows(error, BLOCK)
-    for error in errors(x, operand.scalars, block_amax)
-  )
-  better = jnp.repeat(four < six, BLOCK, axis=1)
-  return jnp.where(better, -block_amax, block_amax)
+  across = -3 - axis
+  block_amax = jnp.repeat(tops, BLOCK, axis=across)
+  errors = _by_shards(one, args, args[2:] * 2, whole, params)
+  six, four = errors(x, operand.scalars, block_amax)
+
+  def added(error):
+    if across == -2:
+      return block_scaled.add_rows(error, BLOCK)
+    error = jnp.swapaxes(error, -1, -2)
+    return jnp.swapaxes(block_scaled.add_rows(error, BLOCK), -1, -2)
+
+  return jnp.where(added(four) < added(six), -tops, tops)
 
 
 def _trim(q, m, k, request, transposed):

@@ -244,6 +244,7 @@ def _quantised(x, uses, streams, spec, packed=False):
       use.operand,
       packed=as_codes[use] or packed,
       decoded=None if as_codes[use] else spec.dtype(use.gemm),
+      transposed=spec.k_first and use.place in (W, WT),
     )
     if use.operand.rounding == "sr":
       stream[use.transposed] = streams.of(use.place)

@@ -240,6 +240,12 @@ def kernels(gpu: str) -> dict:
       rest[0],
       tops,
     ),
+    "errors_columns": (
+      lambda *args: errors.errors(*args, exact, axis=-2),
+      bf16,
+      rest[0],
+      struct((32, 1024), jnp.float32),
+    ),
     "rows_vmap": (
       jax.vmap(_quantise(rne, None), in_axes=(0, None, None)),
       struct((3, 64, 128), jnp.bfloat16),

@@ -6,6 +6,7 @@ rounding and data; what runs on a GPU is held to the same in test_gpu.py.
 """
 
 import dataclasses
+from pathlib import Path
 import subprocess
 import sys
 import types
@@ -170,6 +171,36 @@ def test_bits_of_square_blocks(operand):
   check(operand_data((40, 50), "bfloat16"), operand)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_near_ties_of_4_and_6_are_decided_alike(transposed):
+  """Of a block whose errors differ by less than their sums' rounding.
+
+  Added along columns first, they compare the other way round. A weight that
+  stays [k, n] is not to be quantised otherwise than one that is [n, k].
+  """
+  tiles = np.load(Path(__file__).parent / "data" / "near_tie.npy")
+  tiles = np.swapaxes(tiles, 1, 2) if transposed else tiles
+  w = jnp.asarray(tiles.reshape(32, 16))
+  operand = Operand(
+    format="nvfp4_fp8_exact", block=(16, 16), four_over_six=True
+  )
+  one, other = (
+    fp4jax.quantize_array(x, operand).dequantize() for x in (w, w.T)
+  )
+  assert np.any(one != other.T)
+  outputs = [
+    fp4jax.dot(
+      jnp.eye(32),
+      w,
+      MATMUL,
+      recipe=recipes.nvfp4_fp8_exact(),
+      backend=backend,
+    )
+    for backend in ("reference", "pallas_interpret")
+  ]
+  assert_same_bits(*outputs)
+
+
 @pytest.mark.parametrize(
   "name, value",
   [
@@ -299,7 +330,7 @@ def test_kernels_have_no_races(capfd):
   for run in (
     lambda: quantize.quantize(x, operand, operand, params),
     lambda: amax.amax(x, signs=1, interpret=params),
-    lambda: block_errors.errors(x, scalars, tops, six, params),
+    lambda: block_errors.errors(x, scalars, tops, six, interpret=params),
     lambda: decode.decode(codes.codes, codes.scales, interpret=params),
     lambda: multiplied(64, "m", params),
     lambda: multiplied(384, "n", params),
@@ -375,7 +406,7 @@ def test_every_choice_of_tiles_fits(sizes):
   for dtype in ("bfloat16", "float8_e4m3fn"):
     m, n, k = (2 * s if dtype != "bfloat16" else s for s in sizes)
     lhs, rhs = huge((m, k)), huge((n, k))
-    config = matmul.choose(m, n, k, (-1, -1), dtype)
+    config = matmul.choose(m, n, k, dtype)
     for result in ("bfloat16", "float32"):
       arguments = lhs.shape, rhs.shape, (-1, -1), dtype, dtype, result
       assert matmul.supports(*arguments)
@@ -438,6 +469,19 @@ def test_the_race_detector_finds_a_race():
       lambda x, o: product(config=matmul.Config(tile_k=32)),
       ["tile_k=32", "64 bytes", "128"],
     ),
+    (
+      lambda x, o: product(
+        config=matmul.Config(tile_m=256, tile_n=256, stages=2)
+      ),
+      ["128 x 256", "16384", "smaller"],
+    ),
+    (
+      lambda x, o: product(config=matmul.Config(part=(8, 64))),
+      ["8 x 64", "64 rows"],
+    ),
+    (lambda x, o: matmul.Config(minor="x"), ["minor='x'", "'m', 'n'"]),
+    (lambda x, o: matmul.Config(tile_m=0), ["tile_m has 0"]),
+    (lambda x, o: matmul.Config(part=(64, -1)), ["part has -1"]),
     (
       lambda x, o: product(config=matmul.Config(tile_m=256, tile_n=512)),
       ["128 x 512", "256"],
