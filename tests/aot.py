@@ -17,6 +17,7 @@ import numpy as np
 
 import fp4jax
 from pallas_kernels import amax
+from pallas_kernels import block_scaled_matmul
 from pallas_kernels import decode
 from pallas_kernels import errors
 from pallas_kernels import matmul
@@ -158,6 +159,33 @@ def _products() -> dict:
   }
 
 
+def _block_scaled(m, n, k, batch=(), scaled=True, **options):
+  """A product of packed operands, alone or under ``jax.vmap``."""
+  arrays = [
+    struct((*batch, *shape), jnp.uint8)
+    for size in (m, n)
+    for shape in ((size, k // 2), (size // 128, k // 64, 32, 16))
+  ]
+
+  def run(*arrays):
+    return block_scaled_matmul.matmul(*arrays, **options)
+
+  run = jax.vmap(run) if batch else run
+  return run, *arrays, *([struct((2,), jnp.float32)] if scaled else [])
+
+
+def _block_scaled_products() -> dict:
+  """By a pair of programs, by programs apart, and of a batch."""
+  apart = block_scaled_matmul.Config(pair=False, tile_n=128, width=1)
+  return {
+    "block_scaled": _block_scaled(4096, 8192, 1024),
+    "block_scaled_apart": _block_scaled(
+      384, 640, 1024, config=apart, dtype=jnp.float32
+    ),
+    "block_scaled_vmap": _block_scaled(256, 384, 384, (3,), scaled=False),
+  }
+
+
 def kernels(gpu: str) -> dict:
   """Kernels in the variants that recipes use: functions and arguments."""
   native = NATIVE[gpu]
@@ -267,6 +295,8 @@ def kernels(gpu: str) -> dict:
   }
   if gpu == "sm_90a":
     found |= _products()
+  if gpu == "sm_100a":
+    found |= _block_scaled_products()
   if "rne" in native:
     found["rows_native"] = (_quantise(rne, None, native), bf16, *rest)
     found["columns_rht_native"] = (

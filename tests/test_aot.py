@@ -3,7 +3,7 @@
 Contract: for sm_90a, sm_100a and sm_120a, ptxas assembles every kernel, no
 register spills, and the program holds what quantises: E4M3 scales are rounded
 and codes packed. (XLA:GPU deletes plain cast pairs; a kernel's cannot be.)
-Products run on Hopper's tensor cores.
+Products run on Hopper's tensor cores, those of packed operands on Blackwell's.
 """
 
 import importlib.util
@@ -24,6 +24,14 @@ COLUMNS = {  # of an instruction, where they are not the 256 of most products
   "matmul_tall": 128,
   "matmul_alone": 128,
   "matmul_vmap": 64,
+}
+
+# Of products of packed operands: programs that multiply together, terms of a
+# step, columns of a tile.
+BLOCK_SCALED = {
+  "block_scaled": (2, 256, 256),
+  "block_scaled_apart": (1, 256, 128),
+  "block_scaled_vmap": (2, 128, 128),
 }
 
 pytestmark = pytest.mark.skipif(
@@ -76,7 +84,7 @@ def test_every_kernel_is_assembled_without_spills(compiled):
 def test_quantisation_is_in_the_program(compiled):
   gpu, outputs = compiled
   for name, output in outputs.items():
-    if name.startswith(("amax", "decode", "dot", "matmul")):
+    if name.startswith(("amax", "block_scaled", "decode", "dot", "matmul")):
       continue
     assert "cvt.rn.satfinite.e4m3x2.f32" in output, name
     assert "rcp.rn.f32" in output, name
@@ -150,3 +158,43 @@ def test_products_run_on_the_tensor_cores(compiled):
     shared = ".multicast::cluster" in output
     assert shared == (name != "matmul_alone"), name
     assert ("mul.f32" in output) == (name != "matmul_vmap"), name
+
+
+def test_packed_operands_are_multiplied_on_blackwell(compiled):
+  """Codes and scales as they are, of both operands, at each step."""
+  gpu, outputs = compiled
+  products = {n for n in outputs if n.startswith("block_scaled")}
+  assert products == (set(BLOCK_SCALED) if gpu == "sm_100a" else set())
+  for name, output in outputs.items():
+    assert ("tcgen05" in output) == (name in products), name
+  for name in products:
+    group, terms, columns = BLOCK_SCALED[name]
+    group, output = f"cta_group::{group}", outputs[name]
+    kind = "kind::mxf4nvf4.block_scale.scale_vec::4X"
+    scales = re.findall(
+      rf"tcgen05\.mma\.{group}\.{kind} \[%r\d+\], a_desc, b_desc, %r\d+,"
+      r" \[(%r\d+)\], \[(%r\d+)\]",
+      output,
+    )
+    copied = re.findall(
+      rf"tcgen05\.cp\.{group}\.32x128b\.warpx4 \[(%r\d+)\]", output
+    )
+    # 64 terms by an instruction, whose scales are a tile of each 128 rows.
+    tiles = terms // 64
+    steps = len(scales) // tiles  # that the compiler has unrolled
+    assert len(scales) == steps * tiles > 0, name
+    assert len(copied) == steps * tiles * (1 + columns // 128), name
+    lhs, rhs = copied[:tiles], copied[tiles : 2 * tiles]
+    assert scales[:tiles] == list(zip(lhs, rhs, strict=True)), name
+    assert output.count("tcgen05.mma") == len(scales), name
+    pair = group == "cta_group::2"
+    commit = "multicast::cluster.b64" if pair else "shared::cluster.b64"
+    assert f"tcgen05.commit.{group}.mbarrier::arrive::one" in output, name
+    assert commit in output, name
+    loads = re.findall(r"cp\.async\.bulk\.tensor\S+complete_tx\S+", output)
+    assert {x.endswith(group) for x in loads} == {pair}, name
+    # Scales of rhs go to both programs of a pair.
+    shared = [x for x in loads if "multicast" in x]
+    assert pair == bool(shared) and len(shared) < len(loads) / 2, name
+    scaled = output.count("mul.f32")
+    assert bool(scaled) == (name != "block_scaled_vmap"), name
