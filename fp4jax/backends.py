@@ -111,10 +111,12 @@ def _device_obstacle() -> str | None:
 
 
 def multiplier(backend: str) -> str:
-  """What multiplies decoded operands: "hopper", our kernel, or "xla".
+  """What multiplies the operands of a GEMM.
 
-  The kernel runs on Hopper's tensor cores; XLA partitions its own products, not
-  the kernel's.
+  "hopper" and "blackwell" are kernels of ours, for operands decoded and packed;
+  "cudnn" is ``jax.nn.scaled_matmul`` of packed ones, for Blackwell GPUs that do
+  not have the instructions of "blackwell"; "xla" multiplies decoded ones. On
+  several devices it is "xla", which partitions its own products alone.
 
   Args:
     backend: the name that ``check`` chose.
@@ -122,9 +124,10 @@ def multiplier(backend: str) -> str:
   if backend == "pallas_interpret":
     return "hopper"
   capability = _capability(_jax.default_device())
-  hopper = capability is not None and _CAPABILITY <= capability < _BLACKWELL
-  alone = _jax.device_count() == 1
-  return "hopper" if backend == "pallas" and hopper and alone else "xla"
+  if backend != "pallas" or capability is None or _jax.device_count() > 1:
+    return "xla"
+  kinds = {(9, 0): "hopper", (10, 0): "blackwell", (12, 0): "cudnn"}
+  return kinds.get(capability, "xla")
 
 
 def native_rounding() -> tuple[str, ...]:

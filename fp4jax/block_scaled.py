@@ -76,6 +76,24 @@ class BlockScaled:
       self, codes=formats.pack(self.codes), packed=True
     )
 
+  def transposed(self) -> "BlockScaled":
+    """The codes of the other contraction axis, of packed square blocks."""
+    rows, width = self.block
+    if rows != width or self.scales is None or not self.packed:
+      raise ValueError(
+        f"transposed: blocks are {rows} x {width} and packed={self.packed},"
+        " needed packed square blocks; quantise the array along its other axis."
+      )
+    *batch, m, k = self.shape
+    codes = jnp.swapaxes(formats.unpack(self.codes), -1, -2)[..., :k, :]
+    return dataclasses.replace(
+      self,
+      codes=formats.pack(hadamard.pad_last(codes, width)),
+      scales=jnp.swapaxes(self.scales, -1, -2),
+      shape=(*batch, k, m),
+      axis=-3 - self.axis,
+    )
+
   @property
   def nbytes(self) -> int:
     """Bytes that the quantised operand occupies."""

@@ -316,6 +316,12 @@ _linears.defvjp(_linears_fwd, _linears_bwd)
 
 def _gemm(name: str, lhs: GemmOperand, rhs: GemmOperand, dtype, spec):
   """[*batch, m, n] product of two operands, each contracted where it says."""
+  if spec.packed:
+    packed = lhs.packed(), rhs.packed()
+    if kernels.multiplies_packed(*packed, dtype):
+      return kernels.multiply_packed(
+        *packed, dtype, spec.multiplier, interpret=spec.interpret
+      )
   element = spec.dtype(name)
   (left, left_scale), (right, right_scale) = (
     operand.read(spec, element) for operand in (lhs, rhs)

@@ -1,9 +1,9 @@
 """The Pallas backend: operands quantised and decoded by ``pallas_kernels``.
 
-Sizes are padded here to what the kernels' tiles divide, which costs a copy
-where they do not; batch elements are mapped over. An operand that is quantised
-in both directions, as activations and gradients are, is read once for its amax
-and its rotation's, and once to be quantised.
+Broken blocks, and operands that hold no tile, are padded here; batch elements
+are mapped over. An operand that is quantised in both directions, as activations
+and gradients are, is read once for its amax and its rotation's, and once to be
+quantised.
 """
 
 import functools
@@ -12,6 +12,7 @@ from typing import Any
 from typing import NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from fp4jax import backends
@@ -22,6 +23,7 @@ from fp4jax import recipes
 from fp4jax import scaling
 from fp4jax import sharding
 from pallas_kernels import amax as amax_kernel
+from pallas_kernels import block_scaled_matmul
 from pallas_kernels import compat
 from pallas_kernels import decode as decode_kernel
 from pallas_kernels import errors as errors_kernel
@@ -29,6 +31,8 @@ from pallas_kernels import matmul as matmul_kernel
 from pallas_kernels import quantize as quantize_kernel
 from pallas_kernels import registers
 
+PACKED = ("blackwell", "cudnn")
+"""The multipliers of ``backends.multiplier`` that take packed operands."""
 BLOCK = quantize_kernel.BLOCK
 _ROW_ELEMENTS = 2048  # that an operand must have at least
 _BATCH = 2**15  # CUDA launches at most 65,535 programs along a batch
@@ -183,7 +187,7 @@ def _each(function, *arrays):
     return jax.tree.map(lambda leaf: leaf[None], out)
   if count <= _BATCH:
     return jax.vmap(function)(*arrays)
-  return jax.lax.map(lambda a: function(*a), arrays, batch_size=_BATCH)
+  return lax.map(lambda a: function(*a), arrays, batch_size=_BATCH)
 
 
 def _quantize(x, streams, rows, columns, params, native):
@@ -503,3 +507,66 @@ def multiply(lhs, rhs, factors, contract, dtype, *, interpret: bool = False):
     dtype=dtype,
     interpret=compat.interpret_params() if interpret else None,
   )
+
+
+def multiplies_packed(lhs, rhs, dtype) -> bool:
+  """Whether ``multiply_packed`` takes two operands; None is of no codes."""
+  if lhs is None or rhs is None or len(lhs.shape) != 2 or len(rhs.shape) != 2:
+    return False
+  return jnp.dtype(dtype).name in block_scaled_matmul.RESULTS and bool(
+    lhs.codes.size and rhs.codes.size
+  )
+
+
+def multiply_packed(lhs, rhs, dtype, multiplier, *, interpret: bool = False):
+  """Product of two packed operands, their tensor scales included.
+
+  Args:
+    lhs: ``BlockScaled`` of shape [m, k], packed NVFP4.
+    rhs: of shape [n, k].
+    dtype: of the result, [m, n].
+    multiplier: one of ``PACKED``.
+    interpret: run the kernel on a CPU.
+  """
+  factors = scaling.product_factors(lhs.tensor_scale, rhs.tensor_scale)
+  scales = [
+    jnp.repeat(q.scales, q.block[0], axis=0)[: q.shape[0]] for q in (lhs, rhs)
+  ]
+  if multiplier == "cudnn":
+    y = _by_cudnn(lhs.codes, rhs.codes, *scales)
+    return (y * factors[0] * factors[1]).astype(dtype)
+  m, n = lhs.shape[0], rhs.shape[0]
+  tile = registers.LANES
+  # Zeros behind: scales of 0, whose codes count for nothing.
+  codes = [
+    _pad(q.codes, (_up(q.shape[0], tile), _up(q.codes.shape[1], tile // 2)))
+    for q in (lhs, rhs)
+  ]
+  tiles = [
+    quantize_kernel.tile_scales(_pad(s, (c.shape[0], c.shape[1] * 2 // BLOCK)))
+    for s, c in zip(scales, codes, strict=True)
+  ]
+  y = block_scaled_matmul.matmul(
+    codes[0],
+    tiles[0],
+    codes[1],
+    tiles[1],
+    jnp.stack(factors),
+    dtype=dtype,
+    interpret=compat.interpret_params() if interpret else None,
+  )
+  return y[:m, :n]
+
+
+def _by_cudnn(lhs, rhs, lhs_scales, rhs_scales):
+  """float32 [m, n] product of codes [m, k / 2] and [n, k / 2] with scales."""
+
+  def batch_of_one(array, dtype):
+    array = lax.bitcast_convert_type(array, dtype)
+    return array.reshape(1, array.shape[0], -1)
+
+  operands = (batch_of_one(codes, jnp.float4_e2m1fn) for codes in (lhs, rhs))
+  scales = (
+    batch_of_one(codes, jnp.float8_e4m3fn) for codes in (lhs_scales, rhs_scales)
+  )
+  return jax.nn.scaled_matmul(*operands, *scales)[0]

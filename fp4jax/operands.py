@@ -61,6 +61,11 @@ class Spec:
     return fprop.rhs == dgrad.rhs and fprop.rhs.transposable
 
   @property
+  def packed(self) -> bool:
+    """Whether products take packed operands, as Blackwell's tensor cores do."""
+    return self.multiplier in kernels.PACKED
+
+  @property
   def interpret(self) -> bool:
     """Whether kernels run on a CPU."""
     return self.backend == "pallas_interpret"
@@ -157,6 +162,13 @@ class GemmOperand:
     else:
       values = kernels.decode(self.array, dtype, interpret=spec.interpret)
     return values, self.array.tensor_scale
+
+  def packed(self) -> block_scaled.BlockScaled | None:
+    """Packed codes, the contraction last; None where there are none."""
+    q = self.array
+    if not isinstance(q, block_scaled.BlockScaled) or not q.packed:
+      return None
+    return q if self.contract == -1 else q.transposed()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,9 +278,9 @@ def _k_major_only(use: Use, spec: Spec) -> bool:
   """Whether a GEMM takes the operand in the order of its codes alone.
 
   Kernels decode to the order of the array that they quantise; tensor cores take
-  bytes along the contraction.
+  bytes, and codes, along the contraction.
   """
-  return use.transposed and spec.dtype(use.gemm) != jnp.bfloat16
+  return spec.packed or use.transposed and spec.dtype(use.gemm) != jnp.bfloat16
 
 
 def _by_reference(x, use, streams, packed):

@@ -63,7 +63,9 @@ def transformer_gradient(remat, scan=True, policy=NVFP4):
   return memory.residual_bytes(loss, variables, tokens), products(jaxpr)
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+  "scan", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_bytes_and_products_of_a_transformer(scan):
   """Of 8 products a layer and head: 6 linear, 2 of attention.
 
@@ -161,7 +163,9 @@ def stack_gradient(how, remat, around=False):
   return jax.grad(loss), variables
 
 
-@pytest.mark.parametrize("how", ["scan", "remat_scan"])
+@pytest.mark.parametrize(
+  "how", ["scan", pytest.param("remat_scan", marks=pytest.mark.slow)]
+)
 def test_gradients_are_those_without_remat(how):
   """Rounded stochastically, and bit for bit the same."""
   gradient, variables = stack_gradient(how, None)

@@ -1027,6 +1027,7 @@ def test_integer_parameters_are_no_weights():
 # x64 and several devices
 
 
+@pytest.mark.slow  # nightly: three models, compiled four times each
 def test_c11_x64_changes_no_bit():
   """Everything FP32 and BF16 is as without x64; FP64 stays FP64."""
 

@@ -204,7 +204,10 @@ def test_runs_and_comparisons_do_not_share_a_workdir(
   assert _snapshot(compared.workdir) == before
 
 
-@pytest.mark.parametrize("command", [train.command, compare.command])
+@pytest.mark.parametrize(
+  "command",
+  [pytest.param(train.command, marks=pytest.mark.slow), compare.command],
+)
 def test_another_text_is_another_experiment(capsys, tmp_path, command):
   """Files added after an interruption: tokens would change their meaning."""
   text, workdir = tmp_path / "text", tmp_path / "run"
@@ -310,6 +313,7 @@ def test_run_that_stays_non_finite_stops(capsys, tmp_path, cache):
   assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.slow  # nightly: two runs for a sentence
 def test_validation_loss_that_is_not_finite_is_said(capsys, tmp_path, cache):
   """Training went on, so there is a result, and it says what it is."""
   config = make_config(

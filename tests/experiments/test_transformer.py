@@ -62,6 +62,7 @@ def test_logits_do_not_see_later_tokens():
   assert np.all(np.any(before[:, 20:] != after[:, 20:], axis=-1))
 
 
+@pytest.mark.slow  # nightly: four models; bits are held by test_linen
 def test_scanned_and_unrolled_and_remat_are_the_same_function():
   unrolled, _ = _model()
   params = _params(unrolled)
