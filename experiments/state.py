@@ -5,6 +5,8 @@ recipe. A step whose loss or gradient is not finite changes none of them.
 """
 
 from collections.abc import Callable
+import dataclasses
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -13,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 import optax
+
+import fp4jax
 
 Array = jax.Array
 Loss = Callable[[Any, Array, Array], Array]
@@ -55,14 +59,28 @@ def cross_entropy(logits: Array, targets: Array) -> Array:
   return losses.mean()
 
 
-def make_loss(apply: Callable) -> Loss:
-  """The loss of parameters, tokens [b, t + 1] and a key, or None, to round."""
+@dataclasses.dataclass(frozen=True)
+class TokenLoss:
+  """The loss of parameters, tokens [b, t + 1] and a key, or None, to round.
 
-  def loss(params, tokens, key=None):
-    logits = apply({"params": params}, tokens[:, :-1], fp4_key=key)
+  Attributes:
+    apply: the model, as ``recipe.quantised`` gives it.
+  """
+
+  apply: Callable
+
+  def __call__(self, params, tokens, key=None, weights=None):
+    """``weights`` are what ``weight_codes`` gave, or None."""
+    given = {} if weights is None else {"fp4_weights": weights}
+    variables, inputs = {"params": params}, tokens[:, :-1]
+    logits = self.apply(variables, inputs, fp4_key=key, **given)
     return cross_entropy(logits, tokens[:, 1:])
 
-  return loss
+  def weight_codes(self, params, tokens):
+    """The weights quantised once; None for a model as written."""
+    if not isinstance(self.apply, fp4jax.Quantized):
+      return None
+    return self.apply.weight_codes({"params": params}, tokens[:, :-1])
 
 
 def make_schedule(optimizer: ConfigDict, steps: int) -> optax.Schedule:
@@ -143,12 +161,16 @@ def gradients(
     params: the parameters.
     tokens: [accumulate · b, t + 1] int.
     key: folded with the micro-batch's index.
-    accumulate: number of micro-batches.
+    accumulate: number of micro-batches; the weights are quantised once for all
+      of them, where the loss is a ``TokenLoss``.
 
   Returns:
     The loss and the gradient, as if of one batch.
   """
   micro = tokens.reshape(accumulate, -1, tokens.shape[-1])
+  if accumulate > 1 and isinstance(loss, TokenLoss):
+    weights = loss.weight_codes(params, micro[0])
+    loss = functools.partial(loss, weights=weights)
 
   def add(total, inputs):
     tokens, index = inputs

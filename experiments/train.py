@@ -117,7 +117,7 @@ def make_experiment(config: ConfigDict) -> Experiment:
   config_lib.check(config)
   model = transformer.from_config(config)
   apply = recipe.quantised(model, config)
-  loss = state_lib.make_loss(apply)
+  loss = state_lib.TokenLoss(apply)
   schedule = state_lib.make_schedule(config.optimizer, config.train.steps)
   optimizer = state_lib.make_optimizer(config.optimizer, schedule)
   return Experiment(

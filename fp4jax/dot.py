@@ -38,11 +38,12 @@ from fp4jax.operands import Use
 from fp4jax.operands import W
 from fp4jax.operands import X
 from fp4jax.operands import check_key
+from fp4jax.operands import from_codes
 from fp4jax.operands import gemm_operands
 from fp4jax.operands import named
-from fp4jax.operands import no_gradient
 from fp4jax.operands import once_differentiable
 from fp4jax.operands import operand_streams
+from fp4jax.operands import weight_codes
 from fp4jax.operands import weight_operands
 
 OUTPUT = "fp4jax_output"
@@ -120,8 +121,12 @@ def product(
   preferred_element_type,
   backend,
   site,
+  codes=None,
 ) -> "Product":
-  """What ``dot`` is asked for, checked and not yet computed."""
+  """What ``dot`` is asked for, checked and not yet computed.
+
+  ``codes`` are those of the weight, from ``Product.weight_codes``, or None.
+  """
   for name, x in (("lhs", lhs), ("rhs", rhs)):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       raise ValueError(
@@ -155,6 +160,7 @@ def product(
       backend,
       backends.multiplier(backend),
     ),
+    codes,
   )
 
 
@@ -169,6 +175,7 @@ class Product:
     weight: "lhs" or "rhs".
     streams: random streams of its operands, None without a key.
     spec: how it is quantised.
+    codes: of its weight, None where it is quantised anew.
   """
 
   lhs: Any
@@ -177,6 +184,30 @@ class Product:
   weight: str
   streams: rounding.Streams | None
   spec: Spec
+  codes: tuple | None = None
+
+  def prepared(self) -> tuple:
+    """Activations, weight, spec, and batch and free sizes of the result."""
+    (lc, rc), (lb, rb) = self.dimension_numbers
+    x, w, wc, wb = self.rhs, self.lhs, lc, lb
+    if self.weight == "rhs":
+      x, w, wc, wb = self.lhs, self.rhs, rc, rb
+    xb, xc = x_axes(self.dimension_numbers, self.weight)
+    x, batch, m = _k_major(x, xb, xc)
+    spec = self.spec
+    if spec.takes_k_first and not wb and sorted(wc) == list(range(len(wc))):
+      spec = dataclasses.replace(spec, k_first=True)
+      n = w.shape[len(wc) :]
+      w = w.reshape(math.prod(w.shape[: len(wc)]), math.prod(n))
+    else:
+      w, _, n = _k_major(w, wb, sorted(wc))
+    return x, w, spec, (batch, m, n)
+
+  def weight_codes(self) -> tuple | None:
+    """The weight's codes; None where it is not quantised, or stochastically."""
+    _, w, spec, _ = self.prepared()
+    gemms = spec.recipe.fprop, spec.recipe.dgrad
+    return weight_codes(w, gemms, self.streams, spec)
 
 
 def multiply(products: Sequence[Product]) -> list:
@@ -189,28 +220,11 @@ def multiply(products: Sequence[Product]) -> list:
   Returns:
     What ``lax.dot_general`` returns, of each.
   """
-  xs, ws, shapes, specs = [], [], [], []
-  for p in products:
-    (lc, rc), (lb, rb) = p.dimension_numbers
-    x, w, wc, wb = p.rhs, p.lhs, lc, lb
-    if p.weight == "rhs":
-      x, w, wc, wb = p.lhs, p.rhs, rc, rb
-    xb, xc = x_axes(p.dimension_numbers, p.weight)
-    x, batch, m = _k_major(x, xb, xc)
-    spec = p.spec
-    if spec.takes_k_first and not wb and sorted(wc) == list(range(len(wc))):
-      spec = dataclasses.replace(spec, k_first=True)
-      n = w.shape[len(wc) :]
-      w = w.reshape(math.prod(w.shape[: len(wc)]), math.prod(n))
-    else:
-      w, _, n = _k_major(w, wb, sorted(wc))
-    xs.append(x)
-    ws.append(w)
-    shapes.append((batch, m, n))
-    specs.append(spec)
-  streams = tuple(p.streams for p in products)
+  prepared = [p.prepared() for p in products]
+  xs, ws, specs, shapes = zip(*prepared, strict=True)
+  codes, streams = zip(*((p.codes, p.streams) for p in products), strict=True)
   # Last first: so JAX adds the gradients of x in the order of single products.
-  ys = _linears(*(tuple(v[::-1]) for v in (xs, ws, streams, specs)))
+  ys = _linears(*(v[::-1] for v in (xs, ws, codes, streams, specs)))
   out = []
   for p, y, (batch, m, n) in zip(products, ys[::-1], shapes, strict=True):
     if p.weight == "rhs":
@@ -252,11 +266,12 @@ def _k_major(x, batch, contract):
   return x, sizes[0], sizes[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linears(xs, ws, streams, specs):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _linears(xs, ws, codes, streams, specs):
   """The products of equal xs [*batch, m, k] with ws.
 
-  These are [*batch, n, k] each, or [k, n] where the spec says ``k_first``.
+  These are [*batch, n, k] each, or [k, n] where the spec says ``k_first``; they
+  are not read where their codes are given.
   """
   for stream, spec in zip(streams, specs, strict=True):
     check_key(stream, spec, ("fprop",))
@@ -264,37 +279,43 @@ def _linears(xs, ws, streams, specs):
   use = Use(gemm and gemm.lhs, X)
   (xq,) = gemm_operands(xs[0], [use], streams[0], specs[0])
   ys = []
-  for w, stream, spec in zip(ws, streams, specs, strict=True):
-    (wq,) = weight_operands(w, [Use(gemm and gemm.rhs, W)], stream, spec)
+  for w, given, stream, spec in zip(ws, codes, streams, specs, strict=True):
+    if given is None:
+      (wq,) = weight_operands(w, [Use(gemm and gemm.rhs, W)], stream, spec)
+    else:
+      wq, _ = from_codes(given)
     ys.append(_gemm("fprop", xq, wq, spec.out_dtype, spec))
   return ys
 
 
 @once_differentiable
-def _linears_forward(specs, xs, ws, streams):
+def _linears_forward(specs, xs, ws, codes, streams):
   fprop, dgrad, wgrad = (getattr(specs[0].recipe, g) for g in recipes.GEMMS)
   uses = Use(fprop and fprop.lhs, X), Use(wgrad and wgrad.lhs, XT, kept=True)
   xq, xt = gemm_operands(xs[0], uses, streams[0], specs[0])
+  uses = Use(fprop and fprop.rhs, W), Use(dgrad and dgrad.rhs, WT, kept=True)
   ys, wts = [], []
-  for w, stream, spec in zip(ws, streams, specs, strict=True):
-    uses = Use(fprop and fprop.rhs, W), Use(dgrad and dgrad.rhs, WT, kept=True)
-    wq, wt = weight_operands(w, uses, stream, spec)
+  for w, given, stream, spec in zip(ws, codes, streams, specs, strict=True):
+    if given is None:
+      wq, wt = weight_operands(w, uses, stream, spec)
+    else:
+      wq, wt = from_codes(given)
     ys.append(_gemm("fprop", xq, wq, spec.out_dtype, spec))
     wts.append(wt)
   return ys, (xt, tuple(wts))
 
 
-def _linears_fwd(xs, ws, streams, specs):
+def _linears_fwd(xs, ws, codes, streams, specs):
   for stream, spec in zip(streams, specs, strict=True):
     check_key(stream, spec, recipes.GEMMS)
-  ys, kept = _linears_forward(specs, xs, ws, streams)
+  ys, kept = _linears_forward(specs, xs, ws, codes, streams)
   ys = [checkpoint_name(y, OUTPUT) for y in ys]
   return ys, (*named(kept), streams)
 
 
 def _linears_bwd(specs, residuals, gs):
-  gradients = _linears_gradients(specs, residuals, gs)
-  return *gradients, no_gradient(residuals[-1])
+  # Nothing is differentiated in codes and streams.
+  return *_linears_gradients(specs, residuals, gs), None, None
 
 
 @once_differentiable

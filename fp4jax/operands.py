@@ -121,11 +121,6 @@ def once_differentiable(function):
   return rule
 
 
-def no_gradient(integers):
-  """The cotangents of integer arrays."""
-  return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), integers)
-
-
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=("array", "decoded_scale"),
@@ -231,6 +226,34 @@ def weight_operands(w, uses, stream, spec) -> list[GemmOperand]:
     return made
   # Square blocks: the codes along one axis are those along the other.
   return [dataclasses.replace(o, contract=-3 - o.contract) for o in made]
+
+
+def weight_codes(w, gemms, stream, spec) -> tuple[GemmOperand, ...] | None:
+  """A weight's codes, to be used in several calls; None where it has none.
+
+  Args:
+    w: as ``weight_operands`` takes it.
+    gemms: fprop and dgrad of the recipe.
+    stream: of all operands, None without a key.
+    spec: recipe and backend.
+
+  Returns:
+    The operands of fprop and of dgrad, or the first where both have the same
+    codes.
+  """
+  sides = [gemm and gemm.rhs for gemm in gemms]
+  if any(side is None or side.rounding == "sr" for side in sides):
+    return None
+  uses = Use(sides[0], W, kept=True), Use(sides[1], WT, kept=True)
+  made = weight_operands(w, uses, stream, spec)
+  return (made[0],) if _shared(*uses) else tuple(made)
+
+
+def from_codes(codes: tuple[GemmOperand, ...]) -> list[GemmOperand]:
+  """The operands of fprop and dgrad, out of what ``weight_codes`` gives."""
+  first = codes[0]
+  second = dataclasses.replace(first, contract=-3 - first.contract)
+  return [first, codes[1] if len(codes) > 1 else second]
 
 
 def _shared(first: Use, second: Use) -> bool:

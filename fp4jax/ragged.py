@@ -34,7 +34,6 @@ from fp4jax.operands import X
 from fp4jax.operands import check_key
 from fp4jax.operands import gemm_operands
 from fp4jax.operands import named
-from fp4jax.operands import no_gradient
 from fp4jax.operands import once_differentiable
 from fp4jax.operands import operand_streams
 
@@ -116,8 +115,8 @@ def _ragged_fwd(x, w, sizes, streams, spec):
 
 
 def _ragged_bwd(spec, residuals, g):
-  gradients = _ragged_gradients(spec, residuals, g)
-  return *gradients, *no_gradient(residuals[2:])
+  # Nothing is differentiated in sizes and streams.
+  return *_ragged_gradients(spec, residuals, g), None, None
 
 
 @once_differentiable

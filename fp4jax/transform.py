@@ -52,7 +52,8 @@ def quantize(
 
   Returns:
     A function of the same signature, plus ``fp4_key=``: a PRNG key, needed
-    where a recipe with stochastic rounding is differentiated. State of NNX
+    where a recipe with stochastic rounding is differentiated; and
+    ``fp4_weights=``: what its method ``weight_codes`` gives. State of NNX
     objects (modules, ``nnx.Rngs``, variables, metrics), in whichever argument,
     that the call writes arrives. Its jaxpr is cached by shapes,
     dtypes and static arguments.
@@ -175,13 +176,23 @@ class _Program:
 
   @functools.cached_property
   def jitted(self):
-    """The rewritten model, a function of constants, arguments and key."""
+    """The rewritten model, of constants, arguments, key and codes."""
     jaxpr, _ = _jax.open_jaxpr(self.jaxpr)
 
-    def rewritten(consts, args, key):
-      return interpreter.evaluate(jaxpr, consts, args, self.plan, key)
+    def rewritten(consts, args, key, weights):
+      return interpreter.evaluate(jaxpr, consts, args, self.plan, key, weights)
 
     return jax.jit(rewritten)
+
+  @functools.cached_property
+  def weight_codes(self):
+    """The codes of all weights, of constants and arguments."""
+    jaxpr, _ = _jax.open_jaxpr(self.jaxpr)
+
+    def codes(consts, args):
+      return interpreter.weight_codes(jaxpr, consts, args, self.plan)
+
+    return jax.jit(codes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -223,14 +234,12 @@ class Quantized:
     name = getattr(self.model_fn, "__qualname__", type(self.model_fn).__name__)
     return f"<quantised {name}: {self.policy}>"
 
-  def __call__(self, *args, fp4_key=None, **kwargs):
+  def __call__(self, *args, fp4_key=None, fp4_weights=None, **kwargs):
     if fp4_key is not None:
       rounding.key_words(fp4_key)
-    call = self._take_apart(args, kwargs)
-    traced = call.trace.trace(*call.leaves)
-    consts, captured = _jax.closure(traced)
-    program = self._planned(traced, call.flows, captured)
-    inputs = (consts, [*captured, *call.leaves], fp4_key)
+    call, traced, program, arrays = self._traced(args, kwargs)
+    _check_weights(fp4_weights, program, arrays)
+    inputs = (*arrays, fp4_key, fp4_weights)
     rewritten = program.jitted.trace(*inputs)
     flat = core.jaxpr_as_fun(rewritten.jaxpr)(*jax.tree.leaves(inputs))
     tree = jax.tree.structure(traced.out_info)
@@ -239,16 +248,50 @@ class Quantized:
       _write_back(call.nodes, state, traced)
     return out
 
+  def weight_codes(self, *args, **kwargs) -> dict[str, Any]:
+    """Quantises the weights once, for several calls: ``fp4_weights=``.
+
+    For gradient accumulation, where the weights stay as they are from one
+    micro-batch to the next. Same bits. The codes are constants of a call:
+    gradients are those of the weights themselves, which are not read.
+
+    Args:
+      *args: those of a call; of arrays besides the parameters only shapes and
+        dtypes count.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      Codes and scales by site; a pytree. They are those of these parameters:
+      after an update of them ask again. Weights inside of ``lax.cond``,
+      ``lax.while_loop``, ``jax.shard_map`` and scans that do not divide them,
+      and experts of a ``ragged_dot``, are not among them and are quantised in
+      every call.
+
+    >>> import fp4jax, jax, jax.numpy as jnp
+    >>> f = fp4jax.quantize(lambda w, x: x @ w, fp4jax.policies.all_linear())
+    >>> w, x = jnp.full((32, 8), 0.5), jnp.ones((4, 32))
+    >>> codes = f.weight_codes(w, x)
+    >>> list(codes)
+    ['0:params']
+    >>> bool(jnp.array_equal(f(w, x, fp4_weights=codes), f(w, x)))
+    True
+    """
+    _, _, program, arrays = self._traced(args, kwargs)
+    return program.weight_codes(*arrays)
+
   def program(self, args, kwargs) -> _Program:
     """The planned model for these arguments."""
+    return self._traced(args, kwargs)[2]
+
+  def _traced(self, args, kwargs) -> tuple:
+    """A call, its trace, its program, and that one's constants and inputs."""
     call = self._take_apart(args, kwargs)
     traced = call.trace.trace(*call.leaves)
-    return self._planned(traced, call.flows, _jax.closure(traced)[1])
-
-  def _planned(self, traced, flows, captured) -> _Program:
-    """The program of a traced model; what it captured is data to it."""
+    consts, captured = _jax.closure(traced)
+    # What the model captured is data to it.
     around = tuple(_flow(value, None) for value in captured)
-    return self._program(traced.jaxpr, (*around, *flows))
+    program = self._program(traced.jaxpr, (*around, *call.flows))
+    return call, traced, program, (consts, [*captured, *call.leaves])
 
   def _take_apart(self, args, kwargs) -> _Call:
     for argnum in self.params_argnums:
@@ -363,6 +406,26 @@ class Quantized:
       )
     plan = interpreter.Plan(linear, decisions, self.backend)
     return _Program(jaxpr, plan, tabulate(sites, decisions, self.backend))
+
+
+def _check_weights(weights, program, arrays):
+  """Raises ValueError for codes of another model or policy."""
+  if weights is None:
+    return
+  fix = "pass what weight_codes gave for these parameters and this policy"
+  if not isinstance(weights, Mapping):
+    raise ValueError(
+      f"fp4_weights={errors.shown(weights)}, needed codes of weights; {fix}."
+    )
+  expected = jax.eval_shape(program.weight_codes, *arrays)
+  describe = lambda tree: jax.tree.map(
+    lambda x: (np.shape(x), getattr(x, "dtype", None)), tree
+  )
+  if describe(dict(weights)) != describe(expected):
+    raise ValueError(
+      f"fp4_weights holds codes of {errors.shown(sorted(weights))}, needed"
+      f" those of {errors.shown(sorted(expected))}, of the same shapes; {fix}."
+    )
 
 
 _NODE, _ARRAY = object(), object()

@@ -59,7 +59,7 @@ def test_e15_every_softmax_of_the_model_is_float32(name):
   """exp and log see float32 only: attention's softmax and the loss."""
   config = make_config(recipe=name, model__scan=False)
   model = transformer.from_config(config)
-  loss = state.make_loss(recipe.quantised(model, config))
+  loss = state.TokenLoss(recipe.quantised(model, config))
   tokens = jnp.zeros((1, 33), jnp.int32)
   params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
   key = jax.random.key(0)

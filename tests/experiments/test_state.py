@@ -237,7 +237,7 @@ def _transformer_loss(policy, dtype):
   model = transformer.from_config(config)
   tokens = jnp.zeros((1, 32), jnp.int32)
   params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
-  return state_lib.make_loss(fp4jax.quantize(model.apply, policy)), params
+  return state_lib.TokenLoss(fp4jax.quantize(model.apply, policy)), params
 
 
 def _accumulated(loss, params, accumulate):

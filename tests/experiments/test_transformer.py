@@ -71,7 +71,7 @@ def test_scanned_and_unrolled_and_remat_are_the_same_function():
   stacked["blocks"] = jax.tree.map(lambda *x: jnp.stack(x), *blocks)
 
   def value_and_grad(model, params):
-    loss = state.make_loss(lambda v, x, fp4_key: model.apply(v, x))
+    loss = state.TokenLoss(lambda v, x, fp4_key: model.apply(v, x))
     return jax.jit(jax.value_and_grad(loss))(params, TOKENS)
 
   expected, expected_grads = value_and_grad(unrolled, params)
@@ -174,7 +174,7 @@ def test_d07_bf16_policy_changes_no_bit(scan):
     model, config = _model(
       recipe=name, model__scan=scan, model__dtype="bfloat16"
     )
-    loss = state.make_loss(recipe.quantised(model, config))
+    loss = state.TokenLoss(recipe.quantised(model, config))
     return jax.jit(jax.value_and_grad(loss))(_params(model), TOKENS)
 
   for a, b in zip(
