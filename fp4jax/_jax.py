@@ -183,6 +183,19 @@ def mesh_axes(kind: str) -> tuple[str, ...]:
   return tuple(name for name, type_ in axes if type_.name == kind)
 
 
+def divided_explicitly(*arrays) -> tuple[str, ...]:
+  """The explicit axes of a mesh that divide arrays, as their types say."""
+  found = []
+  for x in arrays:
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", ())
+    for names in spec:
+      names = names if isinstance(names, tuple) else (names,)
+      types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+      found += [n for n in names if n and types[n].name == "Explicit"]
+  return tuple(dict.fromkeys(found))
+
+
 def device_count() -> int:
   """Devices of the default device's platform in this process and others."""
   return default_device().client.device_count()

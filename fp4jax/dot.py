@@ -38,6 +38,7 @@ from fp4jax.operands import Use
 from fp4jax.operands import W
 from fp4jax.operands import X
 from fp4jax.operands import check_key
+from fp4jax.operands import check_sharding
 from fp4jax.operands import from_codes
 from fp4jax.operands import gemm_operands
 from fp4jax.operands import named
@@ -86,7 +87,8 @@ def dot(
   Raises:
     MissingKeyError: a stochastically rounded GEMM runs and ``key`` is None.
     ValueError: operands are not real floats.
-    UnsupportedError: the backend cannot serve the recipe.
+    UnsupportedError: the backend cannot serve the recipe; or explicit axes of
+      a mesh divide an operand.
 
   >>> import fp4jax
   >>> x, w = jnp.eye(16), jnp.full((16, 8), 3.0)
@@ -135,6 +137,7 @@ def product(
       )
   if weight not in ("lhs", "rhs"):
     raise ValueError(f"{site}: weight={weight!r}; use 'lhs' or 'rhs'.")
+  check_sharding(site, lhs, rhs)
   backend = backends.check(recipe, backend).name
   out = jax.eval_shape(
     lambda lhs, rhs: lax.dot_general(

@@ -89,6 +89,17 @@ def operand_streams(key) -> rounding.Streams:
   return rounding.Streams(words, jnp.uint32(0), jnp.uint32(0))
 
 
+def check_sharding(site: str, *arrays) -> None:
+  """Raises UnsupportedError for operands that explicit axes divide."""
+  if axes := _jax.divided_explicitly(*arrays):
+    raise errors.UnsupportedError(
+      f"site {site}: the explicit mesh axes {', '.join(axes)} divide its"
+      " operands, needed auto axes, along which blocks are divided as XLA sees"
+      " fit; call the quantised function in jax.sharding.auto_axes, or make the"
+      " mesh with axis_types=(jax.sharding.AxisType.Auto, ...)."
+    )
+
+
 def check_key(streams, spec, gemms):
   missing = [g for g in gemms if g in spec.recipe.stochastic]
   if streams is None and missing:

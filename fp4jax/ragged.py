@@ -32,6 +32,7 @@ from fp4jax.operands import Use
 from fp4jax.operands import W
 from fp4jax.operands import X
 from fp4jax.operands import check_key
+from fp4jax.operands import check_sharding
 from fp4jax.operands import gemm_operands
 from fp4jax.operands import named
 from fp4jax.operands import once_differentiable
@@ -79,6 +80,7 @@ def ragged_dot(
   for name, x in (("lhs", lhs), ("rhs", rhs)):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       raise ValueError(f"{site}: {name} has dtype {x.dtype}, needed a float.")
+  check_sharding(site, lhs, rhs)
   backend = backends.check(recipe, backend).name
   dtype = np.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
   spec = Spec(recipe, dtype, precision, site, backend)
