@@ -594,6 +594,11 @@ def test_the_real_reason_why_nothing_can_be_quantised():
   text = str(error.value)
   assert "params: operands are int32 and float32" in text and "cast" in text
   assert "params_argnums" not in text
+  # Codes that the model decodes itself.
+  codes = {"up": {"codes": w.astype(jnp.int8)}}
+  decodes = lambda p, x: x @ p["up"]["codes"].astype(x.dtype)
+  with pytest.raises(fp4jax.PolicyError, match="up/codes is int8.*as floats"):
+    fp4jax.quantize(decodes, policy)(codes, x)
   quantised = fp4jax.quantize(lambda w, x: x @ w, policy)
   nested = fp4jax.quantize(lambda w, x: quantised(w, x), policy)
   with pytest.raises(fp4jax.PolicyError, match="inside custom_vjp") as error:
