@@ -119,6 +119,12 @@ def verdict(comparison: Comparison) -> str:
   )
 
 
+_EMULATED = (
+  "FP4 arithmetic is emulated, so this is not the speed of FP4 hardware. On a"
+  " CPU, BF16 arithmetic is slower than FP32: BF16 is no yardstick there."
+)
+
+
 def summary(comparison: Comparison) -> str:
   """The outcome as plain text."""
   rows = _rows(comparison)
@@ -136,6 +142,7 @@ def summary(comparison: Comparison) -> str:
       last.sample,
       "",
       *lines,
+      f"tokens/s: {_EMULATED}",
       _facts(comparison),
       verdict(comparison),
     ]
@@ -188,9 +195,7 @@ def captions(comparison: Comparison) -> dict[str, str]:
     ),
     "speed": (
       "Median speed of the training steps, compilation left out, on"
-      f" {comparison.versions['device']}; FP4 arithmetic is emulated, so this"
-      " is not the speed of FP4 hardware. On a CPU,"
-      " BF16 arithmetic is slower than FP32: BF16 is no yardstick there."
+      f" {comparison.versions['device']}; {_EMULATED}"
     ),
   }
 

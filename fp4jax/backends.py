@@ -19,6 +19,15 @@ class Choice(NamedTuple):
   reason: str
 
 
+def check_name(backend: str | None):
+  """Raises ValueError unless a backend has that name, or None is given."""
+  if backend not in (None, *BACKENDS):
+    raise ValueError(
+      f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)},"
+      " or None to choose by device."
+    )
+
+
 def check(recipe: recipes.Recipe, backend: str | None = None) -> Choice:
   """The backend that serves ``recipe``, asked beforehand.
 
@@ -39,11 +48,7 @@ def check(recipe: recipes.Recipe, backend: str | None = None) -> Choice:
   >>> check(recipes.nvfp4(), "reference").name
   'reference'
   """
-  if backend not in (None, *BACKENDS):
-    raise ValueError(
-      f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)},"
-      " or None to choose by device."
-    )
+  check_name(backend)
   if not isinstance(recipe, recipes.Recipe):
     raise ValueError(
       f"recipe={errors.shown(recipe)} is no Recipe; call one of fp4jax.recipes,"

@@ -64,6 +64,20 @@ def suggestion(globs: Sequence[str], paths: Sequence[str]) -> str:
   return near
 
 
+def hint(globs: Sequence[str]) -> str:
+  """What a pattern in another language takes for a glob, or nothing.
+
+  >>> hint(["params.blocks.0"])
+  ' (only {layer} is a placeholder; parts are separated by /)'
+  """
+  for glob in globs:
+    braces = "{" in glob.replace("{layer}", "")
+    dots = ".*" in glob or ("." in glob and "/" not in glob)
+    if braces or dots:
+      return " (only {layer} is a placeholder; parts are separated by /)"
+  return ""
+
+
 def nearest(glob: str, paths: Sequence[str], count: int = 3) -> str:
   """The paths most like a glob, for error messages."""
   plain = re.sub(r"[*?{}\[\]]|layer", "", glob).strip("/")

@@ -1,5 +1,7 @@
 """Ready-made policies."""
 
+from collections.abc import Iterable
+import dataclasses
 import numbers
 
 from fp4jax import errors
@@ -30,25 +32,47 @@ HEADS = (
 """Usual names of embeddings and output heads."""
 
 
-def _kept(heads, blocks, layers: dict[str, slice]) -> tuple[Rule, ...]:
+_NVFP4 = recipes.nvfp4()
+
+
+def _kept(
+  heads: str | Iterable[str], blocks, layers: dict[str, slice]
+) -> tuple[Rule, ...]:
   """Rules that leave heads and some layers of the blocks as written."""
   rules = [
-    Rule(path=blocks, recipe=None, layers=part, name=name, argument="blocks")
+    _named(blocks, BLOCKS, name=name, argument="blocks", layers=part)
     for name, part in layers.items()
   ]
-  if isinstance(heads, tuple) and not heads:
+  if isinstance(heads, (list, tuple)) and not heads:
     return tuple(rules)
   name = "embeddings and heads"
-  return (Rule(path=heads, recipe=None, name=name, argument="heads"), *rules)
+  return (_named(heads, HEADS, name=name, argument="heads"), *rules)
+
+
+def _named(path, usual: tuple[str, ...], **fields) -> Rule:
+  """A rule that leaves alone; of usual names not every one is in a model."""
+  rule = Rule(path=path, recipe=None, **fields)
+  every = not {*rule.paths} & {*usual}
+  return dataclasses.replace(rule, every=every)
 
 
 def _blocks(which: str, count: int) -> str:
   return f"{which} block" if count == 1 else f"{which} {count} blocks"
 
 
-def all_linear(recipe: recipes.Recipe | None = None) -> Policy:
+def _default(preset: str, recipe: recipes.Recipe) -> recipes.Recipe:
+  """A preset's recipe; None is not taken for the default."""
+  if recipe is None:
+    raise ValueError(
+      f"{preset}: recipe=None; pass recipes.nvfp4(), or policies.bf16() to"
+      " leave all layers as written."
+    )
+  return recipe
+
+
+def all_linear(recipe: recipes.Recipe = _NVFP4) -> Policy:
   """Every linear layer follows one recipe (default ``nvfp4``)."""
-  return Policy(default=recipe or recipes.nvfp4())
+  return Policy(default=_default("all_linear", recipe))
 
 
 def bf16() -> Policy:
@@ -60,7 +84,7 @@ def nemotron(
   first: int = 2,
   last: int = 8,
   *,
-  recipe: recipes.Recipe | None = None,
+  recipe: recipes.Recipe = _NVFP4,
   blocks: str | tuple[str, ...] = BLOCKS,
   heads: str | tuple[str, ...] = HEADS,
 ) -> Policy:
@@ -82,7 +106,7 @@ def nemotron(
     NVIDIA, arXiv 2509.25149, section 4.1 and appendix A.
   """
   for name, count in (("first", first), ("last", last)):
-    if not isinstance(count, numbers.Integral) or count < 0:
+    if not errors.is_integer(count) or count < 0:
       raise ValueError(
         f"nemotron: {name}={errors.shown(count)}; needed a number of blocks, an"
         " int of 0 or more."
@@ -93,13 +117,13 @@ def nemotron(
   if last:
     layers[_blocks("last", last)] = slice(-last, None)
   rules = _kept(heads, blocks, layers)
-  return Policy(rules=rules, default=recipe or recipes.nvfp4())
+  return Policy(rules=rules, default=_default("nemotron", recipe))
 
 
 def last_fraction(
   fraction: float = 0.15,
   *,
-  recipe: recipes.Recipe | None = None,
+  recipe: recipes.Recipe = _NVFP4,
   blocks: str | tuple[str, ...] = BLOCKS,
   heads: str | tuple[str, ...] = HEADS,
 ) -> Policy:
@@ -121,4 +145,4 @@ def last_fraction(
     tail = slice(-float(fraction), None)
     layers[f"last {fraction:.0%} of the blocks"] = tail
   rules = _kept(heads, blocks, layers)
-  return Policy(rules=rules, default=recipe or recipes.nvfp4())
+  return Policy(rules=rules, default=_default("last_fraction", recipe))

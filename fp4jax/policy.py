@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import itertools
 import math
-import numbers
 
 from fp4jax import errors
 from fp4jax import globs
 from fp4jax import recipes
 
 Layers = int | slice | frozenset[int] | None
+_LISTS = (set, frozenset, list, tuple, range)
 
 
 def _by_name[T](cls: type[T]) -> type[T]:
@@ -46,9 +46,9 @@ class Rule:
   """One line of a policy.
 
   Attributes:
-    path: a glob over the weight's path, or a tuple of globs of which any may
-      match: ``*`` within a component, ``**`` over components, ``[0-2]``, and
-      ``{layer}``, which captures an integer.
+    path: a glob over the weight's path, or a tuple of globs, each for a part
+      of what the rule names: ``*`` within a component, ``**`` over components,
+      ``[0-2]``, and ``{layer}``, which captures an integer.
     recipe: the recipe of matching sites; None leaves them as the model wrote
       them.
     layers: restricts the rule to layer indices: an int, a slice, or a set of
@@ -62,6 +62,8 @@ class Rule:
     gemms: restricts the rule to some of "fprop", "dgrad", "wgrad"; the others
       are decided by the rules after it.
     optional: whether the rule may match nothing.
+    every: whether each glob and each listed layer has to match something (the
+      default), or any of them: for lists of usual names.
     name: what tables and errors call the rule, instead of its path.
     argument: which argument of a preset gave the path, for errors. Such a rule
       has to match a linear layer.
@@ -72,6 +74,7 @@ class Rule:
   layers: Layers = None
   gemms: tuple[str, ...] | None = None
   optional: bool = False
+  every: bool = True
   name: str = ""
   argument: str = ""
 
@@ -79,9 +82,13 @@ class Rule:
     several = isinstance(self.path, Iterable) and not isinstance(self.path, str)
     paths = tuple(self.path) if several else (self.path,)
     if not paths or not all(isinstance(p, str) and p for p in paths):
+      given = f"Rule: path={errors.shown(self.path)}"
+      if self.argument:
+        given = f"preset: {self.argument}={errors.shown(self.path)}"
+      none = ", or heads=() where there are none"
       raise ValueError(
-        f"Rule: path={errors.shown(self.path)} holds no pattern; use a glob"
-        ' such as "**/mlp/**".'
+        f'{given} holds no pattern; use a glob such as "**/mlp/**"'
+        f"{none if self.argument == 'heads' else ''}."
       )
     object.__setattr__(
       self, "path", self.path if isinstance(self.path, str) else paths
@@ -91,16 +98,13 @@ class Rule:
         f"Rule: recipe={errors.shown(self.recipe)} is no Recipe; call one of"
         " fp4jax.recipes, as in recipe=fp4jax.recipes.nvfp4(), or None."
       )
-    if isinstance(self.layers, (set, frozenset, list, tuple, range)):
-      object.__setattr__(self, "layers", frozenset(self.layers))
-    indices = self.layers if isinstance(self.layers, frozenset) else ()
-    integers = all(isinstance(index, numbers.Integral) for index in indices)
-    known = isinstance(self.layers, (int, slice, frozenset, type(None)))
-    if not known or not integers:
+    if not _are_layers(self.layers):
       raise ValueError(
         f"Rule: layers={errors.shown(self.layers)}; use an int, a slice or a"
         " set of ints."
       )
+    if isinstance(self.layers, _LISTS):
+      object.__setattr__(self, "layers", frozenset(self.layers))
     if self.gemms is not None:
       gemms = () if isinstance(self.gemms, str) else tuple(self.gemms)
       if not gemms or any(gemm not in recipes.GEMMS for gemm in gemms):
@@ -188,6 +192,20 @@ class Policy:
     )
 
 
+def _are_layers(layers) -> bool:
+  """Whether a value is of the type ``Layers``: True is no layer."""
+  if isinstance(layers, slice):
+    bounds = (layers.start, layers.stop)
+    whole = layers.step is None or errors.is_integer(layers.step)
+    return whole and all(
+      bound is None or isinstance(bound, float) or errors.is_integer(bound)
+      for bound in bounds
+    )
+  if isinstance(layers, _LISTS):
+    return all(map(errors.is_integer, layers))
+  return layers is None or errors.is_integer(layers)
+
+
 @dataclasses.dataclass(frozen=True)
 class Decision:
   """The recipe of one site and layer, and which rule decided each GEMM."""
@@ -230,7 +248,7 @@ def _selected(layers: Layers, count: int) -> frozenset[int]:
 
 
 def _layer_indices(rule: Rule, site) -> list[tuple] | None:
-  """The stack and layer of each of a site's positions; None without a match."""
+  """The stack and layer of a site's positions; None without a match."""
   for glob in rule.paths:
     for path in site.paths:
       match = globs.matches(glob, path)
@@ -263,6 +281,7 @@ def resolve(
   sites: Sequence,
   parameters: Sequence[str] = (),
   others: Sequence = (),
+  unfit: Sequence[tuple[str, str]] = (),
 ) -> list[list[Decision]]:
   """One decision for each site and each position in the scans around it.
 
@@ -274,12 +293,14 @@ def resolve(
       which no GEMM reads is no mistake.
     others: the contractions that cannot be quantised, with ``reason``, for
       errors.
+    unfit: paths and dtypes of parameters that are no floats, for errors.
 
   Returns:
     A list for each site with a ``Decision`` for each position.
 
   Raises:
-    PolicyError: a rule matches nothing, or nothing at all is quantised.
+    PolicyError: a rule, or a part of it, matches nothing, or nothing at all is
+      quantised.
   """
   chosen: list[list[dict]] = [[{} for _ in range(s.positions)] for s in sites]
   layers = 0
@@ -302,11 +323,15 @@ def resolve(
       if overruled:
         raise errors.PolicyError(_never_first(rule, overruled))
       _check_harmless(rule, sites, parameters, max(stacks.values(), default=0))
+    elif rule.every and not rule.optional:
+      _check_every(rule, sites, parameters, indices)
   decisions = [[_decide(policy, gemms) for gemms in site] for site in chosen]
   quantised = any(d.recipe.quantises for site in decisions for d in site)
   if policy.quantises and not quantised:
     raise errors.PolicyError(
-      _nothing_quantised(policy, sites, layers) if sites else _no_site(others)
+      _nothing_quantised(policy, sites, layers)
+      if sites
+      else _no_site(others, parameters, unfit)
     )
   return decisions
 
@@ -333,6 +358,22 @@ def _never_first(rule: Rule, overruled) -> str:
   )
 
 
+def _check_every(rule: Rule, sites, parameters, indices):
+  """Raises unless each glob and each listed layer of a rule matches."""
+  for glob in rule.paths:
+    one = dataclasses.replace(rule, path=glob)
+    if all(_layer_indices(one, site) is None for site in sites):
+      _check_harmless(one, sites, parameters, 0)
+  stacks = _stacks(indices)
+  there = {*itertools.chain.from_iterable(filter(None, indices))}
+  listed = rule.layers if isinstance(rule.layers, frozenset) else ()
+  for layer in sorted(listed):
+    named = {(s, i) for s, n in stacks.items() for i in _selected(layer, n)}
+    if not named & there:
+      one = dataclasses.replace(rule, layers=layer)
+      _check_harmless(one, sites, parameters, max(stacks.values(), default=0))
+
+
 def _check_harmless(rule, sites, parameters, layers):
   """Raises unless an unused rule leaves alone what no GEMM reads anyway."""
   named = [p for s in sites for p in s.paths]
@@ -349,8 +390,10 @@ def _check_harmless(rule, sites, parameters, layers):
       " fori_loop that indexes them has no per-layer rules)."
     )
   if matched:
+    given = f"layers={_layers_text(rule.layers)}"
+    shown = "" if given in str(rule) else f" ({given})"
     raise errors.PolicyError(
-      f"rule {rule} names none of the layers 0 to {layers - 1} of"
+      f"rule {rule}{shown} names none of the layers 0 to {layers - 1} of"
       f" {matched[0]}; correct layers=, or set optional=True."
     )
   fix = "correct its path, or set optional=True"
@@ -358,16 +401,17 @@ def _check_harmless(rule, sites, parameters, layers):
     fix = f"name them with {rule.argument}= of the preset"
   if rule.argument == "heads":
     fix += ", or pass heads=() where there are none"
-  given = ", ".join(map(repr, rule.paths)) if globs.few(rule.paths) else ""
-  shown = f" ({given})" if given and given not in str(rule) else ""
+  given = ", ".join(f'"{glob}"' for glob in rule.paths)
+  told = not globs.few(rule.paths) or given in str(rule)
+  shown = "" if told else f" ({given})"
   count = sum(site.positions for site in sites)
   raise errors.PolicyError(
     f"rule {rule}{shown} matches none of the model's {count} linear layers;"
-    f" {globs.suggestion(rule.paths, named)}; {fix}."
+    f" {globs.suggestion(rule.paths, named)}{globs.hint(rule.paths)}; {fix}."
   )
 
 
-def _no_site(others: Sequence) -> str:
+def _no_site(others: Sequence, parameters: Sequence[str], unfit) -> str:
   """Why a model has no linear layer that could be quantised."""
   text = "the policy quantises nothing: "
   refused = [site for site in others if site.paths]
@@ -384,10 +428,16 @@ def _no_site(others: Sequence) -> str:
       " which keep their own rules (layers that fp4jax.quantize rewrote are"
       " such); quantise the function that is written without them."
     )
+  text += "no operand of any contraction comes from the parameters"
+  if unfit:
+    listed = ", ".join(f"{path} is {dtype}" for path, dtype in unfit[:3])
+    more = ", …" if len(unfit) > 3 else ""
+    text += f" of a float dtype ({listed}{more})"
+  if unfit and not parameters:
+    return f"{text}; pass weights as floats, which quantize makes codes of."
   return (
-    f"{text}no operand of any contraction comes from the parameters; pass the"
-    " parameters as the first argument (or name its position with"
-    " params_argnums) instead of closing over them."
+    f"{text}; pass the parameters as the first argument (or name its position"
+    " with params_argnums) instead of closing over them."
   )
 
 

@@ -11,8 +11,10 @@ nvfp4 · nvfp4
 """
 
 import dataclasses
+import numbers
 from typing import Literal
 
+from fp4jax import errors
 from fp4jax import formats
 
 Rounding = Literal["rne", "sr"]
@@ -71,7 +73,8 @@ class Operand:
   sr_bits: int = 16
 
   def __post_init__(self):
-    if self.format not in formats.FORMATS:
+    known = isinstance(self.format, str) and self.format in formats.FORMATS
+    if not known:
       raise ValueError(
         f"Operand: format={self.format!r} is not known; use one of"
         f" {', '.join(formats.FORMATS)}, or leave the GEMM None for BF16."
@@ -81,6 +84,21 @@ class Operand:
       raise ValueError(
         f"Operand: block={self.block!r} does not fit {self.format}; use"
         f" (1, {block}) or ({block}, {block})."
+      )
+    if not isinstance(self.block, tuple) or len(self.block) != 2:
+      raise ValueError(
+        f"Operand: block={errors.shown(self.block)} is no pair of sizes;"
+        f" {self.format} has no blocks: leave it out."
+      )
+    if self.rht is not None and not isinstance(self.rht, Rht):
+      raise ValueError(
+        f"Operand: rht={errors.shown(self.rht)} is no Rht; pass Rht(), or None"
+        " for no rotation."
+      )
+    if not isinstance(self.four_over_six, bool):
+      raise ValueError(
+        f"Operand: four_over_six={errors.shown(self.four_over_six)}; use True"
+        " or False."
       )
     if self.rounding not in ("rne", "sr"):
       raise ValueError(
@@ -96,7 +114,8 @@ class Operand:
         f"Operand: four_over_six=True with format={self.format!r}; it is"
         " defined for nvfp4 and nvfp4_fp8_exact."
       )
-    if not 0.5 <= self.scale_guard <= 1.5:
+    number = isinstance(self.scale_guard, numbers.Real)
+    if not number or not 0.5 <= self.scale_guard <= 1.5:
       raise ValueError(
         f"Operand: scale_guard={self.scale_guard!r} is outside [0.5, 1.5];"
         " 1.0 is the paper's, 16/17 unbiased."
@@ -144,6 +163,12 @@ class Gemm:
   rhs: Operand
 
   def __post_init__(self):
+    for name, operand in (("lhs", self.lhs), ("rhs", self.rhs)):
+      if not isinstance(operand, Operand):
+        raise ValueError(
+          f"Gemm: {name}={errors.shown(operand)} is no Operand; pass Operand(),"
+          " or leave a GEMM as written with None in place of the Gemm."
+        )
     if self.lhs.rht != self.rhs.rht:
       raise ValueError(
         f"Gemm: lhs.rht={self.lhs.rht} and rhs.rht={self.rhs.rht} differ, so"

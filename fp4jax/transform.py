@@ -1,11 +1,14 @@
 """``quantize``: the function transformation."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import pathlib
 from typing import Any
+from typing import NamedTuple
 import warnings
 
 from flax import linen
@@ -61,8 +64,9 @@ def quantize(
   Raises:
     PolicyError: when called, if the policy does not fit the model.
     MissingKeyError: when differentiated without a key that the recipe needs.
-    ValueError: ``policy`` is no ``Policy``, or ``model_fn`` no function of its
-      parameters: a module, its class or bound method, or quantised already.
+    ValueError: ``policy`` is no ``Policy``, ``params_argnums`` no position or
+      positions, ``backend`` no backend's name, or ``model_fn`` no function of
+      its parameters: a module, its class or bound method, or quantised already.
 
   >>> import fp4jax, jax, jax.numpy as jnp
   >>> f = fp4jax.quantize(lambda w, x: x @ w, fp4jax.policies.all_linear())
@@ -78,9 +82,21 @@ def quantize(
   """
   _check_policy(policy)
   _check_function(model_fn)
-  if isinstance(params_argnums, int):
-    params_argnums = (params_argnums,)
-  return Quantized(model_fn, policy, tuple(params_argnums), backend)
+  backends.check_name(backend)
+  return Quantized(model_fn, policy, _positions(params_argnums), backend)
+
+
+def _positions(params_argnums) -> tuple[int, ...]:
+  """Positions of arguments as a tuple."""
+  several = isinstance(params_argnums, Iterable)
+  positions = tuple(params_argnums) if several else (params_argnums,)
+  if not positions or not all(map(errors.is_integer, positions)):
+    raise ValueError(
+      f"quantize: params_argnums={errors.shown(params_argnums)}; needed the"
+      " positions of the arguments that hold the parameters, an int or a tuple"
+      " of ints; write params_argnums=0 for the first."
+    )
+  return positions
 
 
 def _check_policy(policy):
@@ -205,12 +221,28 @@ class _Call:
     trace: ``jax.jit`` of the model as a function of the leaves; it returns the
       model's outputs and the state of NNX objects.
     nodes: NNX objects among the arguments.
+    remarks: what is said where these arguments are not what they seem.
   """
 
   leaves: list
   flows: tuple[dataflow.Flow, ...]
   trace: Any
   nodes: list
+  remarks: "_Remarks"
+
+
+class _Remarks(NamedTuple):
+  """What errors and warnings say of a call's arguments.
+
+  Attributes:
+    unfit: the path and dtype of parameters that are no floats.
+    bare: the parameters, where they are one array; else "".
+    beside: what else looks like parameters, and how to pass it; else "".
+  """
+
+  unfit: tuple[tuple[str, str], ...]
+  bare: str
+  beside: str
 
 
 class Quantized:
@@ -290,7 +322,14 @@ class Quantized:
     consts, captured = _jax.closure(traced)
     # What the model captured is data to it.
     around = tuple(_flow(value, None) for value in captured)
-    program = self._program(traced.jaxpr, (*around, *call.flows))
+    remarks = call.remarks
+    closed = next(filter(_is_matrix, [*consts, *captured]), None)
+    if remarks.bare and not remarks.beside and closed is not None:
+      remarks = remarks._replace(
+        beside=f"the function closes over {_text(closed)}: pass the parameters"
+        " as its argument"
+      )
+    program = self._program(traced.jaxpr, (*around, *call.flows), remarks)
     return call, traced, program, (consts, [*captured, *call.leaves])
 
   def _take_apart(self, args, kwargs) -> _Call:
@@ -315,7 +354,7 @@ class Quantized:
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), _is_node)
     nodes = [leaf for _, leaf in paths if _is_node(leaf)]
     graphdef, state = nnx.split(nodes) if nodes else (None, {})
-    leaves, flows, static = [], [], []
+    leaves, names, flows, static = [], [], [], []
     owners = []
     for path, leaf in paths:
       if _is_node(leaf):
@@ -324,7 +363,8 @@ class Quantized:
       elif _is_array(leaf):
         static.append(_ARRAY)
         leaves.append(leaf)
-        flows.append(_flow(leaf, weight_name(path)))
+        names.append(weight_name(path))
+        flows.append(_flow(leaf, names[-1]))
       else:
         static.append(_Static(leaf))
     state_paths = jax.tree_util.tree_flatten_with_path(
@@ -334,6 +374,7 @@ class Quantized:
       name = weight_name(owners[path[0].key], path[1:])
       for leaf in jax.tree.leaves(variable):
         leaves.append(leaf)
+        names.append(name)
         flows.append(_flow(leaf, name, type(variable)))
     structure = (
       tree,
@@ -346,7 +387,13 @@ class Quantized:
       trace = self._function(*structure)
     except TypeError:
       trace = self._make_function(*structure)
-    return _Call(leaves, tuple(flows), trace, nodes)
+    unfit = tuple(
+      (name, str(leaf.dtype))
+      for name, leaf, flow in zip(names, leaves, flows, strict=True)
+      if name is not None and flow == dataflow.CONSTANT
+    )
+    remarks = _Remarks(unfit, *_mistaken(args, kwargs, params))
+    return _Call(leaves, tuple(flows), trace, nodes, remarks)
 
   def _make_function(self, tree, static, graphdef, state_tree):
     """``jax.jit`` of the model as a function of its array leaves."""
@@ -380,7 +427,7 @@ class Quantized:
 
     return jax.jit(model)
 
-  def _make_program(self, jaxpr, flows) -> _Program:
+  def _make_program(self, jaxpr, flows, remarks) -> _Program:
     sites = dataflow.find_sites(jaxpr, flows)
     linear = {s.id: s for s in sites if s.weight and not s.reason}
     parameters = sorted({w.path for f in flows for w in f.weights})
@@ -389,6 +436,7 @@ class Quantized:
       list(linear.values()),
       parameters,
       [site for site in sites if site.id not in linear],
+      remarks.unfit,
     )
     decisions = dict(zip(linear, resolved, strict=True))
     for site in resolved:
@@ -397,12 +445,18 @@ class Quantized:
     quantised = any(d.recipe.quantises for site in resolved for d in site)
     inside = [s.name for s in sites if "transpose(" in s.name]
     if quantised and inside:
-      warnings.warn(
+      _warn(
         f"quantize: {errors.shown(self.model_fn)} differentiates inside itself"
         f" ({inside[0]}), where derivatives are not the recipe's: GEMMs of its"
         " backward pass are taken for layers, or stay as written. Pass the"
-        " forward function and differentiate what quantize returns.",
-        stacklevel=4,
+        " forward function and differentiate what quantize returns."
+      )
+    if quantised and remarks.beside:
+      _warn(
+        f"quantize: the parameters of {errors.shown(self.model_fn)} are one"
+        f" array ({remarks.bare}), while {remarks.beside}. Data in the place of"
+        " the parameters is quantised as a weight, and its products with the"
+        " real ones are left alone."
       )
     plan = interpreter.Plan(linear, decisions, self.backend)
     return _Program(jaxpr, plan, tabulate(sites, decisions, self.backend))
@@ -429,6 +483,7 @@ def _check_weights(weights, program, arrays):
 
 
 _NODE, _ARRAY = object(), object()
+_PACKAGE = str(pathlib.Path(__file__).parent)
 
 
 class _Static:
@@ -456,6 +511,42 @@ def _is_array(x) -> bool:
   return isinstance(
     x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
   )
+
+
+def _warn(text: str):
+  """Warns of the caller's line, outside of this package."""
+  warnings.warn(text, skip_file_prefixes=(_PACKAGE,))
+
+
+def _text(x) -> str:
+  """The dtype and shape of an array: float32[4,32]."""
+  return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def _is_matrix(x) -> bool:
+  """Whether an array could be a weight."""
+  return jnp.issubdtype(x.dtype, jnp.floating) and jnp.ndim(x) > 1
+
+
+def _mistaken(args, kwargs, params: set[int]) -> tuple[str, str]:
+  """The parameters if they are one array, and what looks more like them."""
+  bare = [i for i in sorted(params) if _is_array(args[i])]
+  if not bare:
+    return "", ""
+  given = f"argument {bare[0]}: {_text(args[bare[0]])}"
+  others = {i: x for i, x in enumerate(args) if i not in params} | kwargs
+  for place, value in others.items():
+    if isinstance(value, nnx.Module):
+      what = f"is an nnx module ({type(value).__name__})"
+    elif _has_collections(value):
+      what = 'is a mapping with "params"'
+    else:
+      continue
+    fix = f"name its position with params_argnums={place}"
+    if isinstance(place, str):
+      fix = "pass it by position, and name that with params_argnums="
+    return given, f"argument {place} {what}: {fix}"
+  return given, ""
 
 
 def _path_name(path) -> str:

@@ -185,8 +185,57 @@ def test_the_first_rule_that_matches_wins():
 
 def test_any_glob_of_a_tuple_and_any_parameter_of_a_site_matches():
   sites = [Stub(("lora/a", "lora/b")), site("c")]
-  rule = Rule(path=("x", "*/b"), recipe=None, layers=None)
-  assert list(left_alone([rule], sites)) == ["lora/a"]
+  rule = Rule(path=("d", "*/b"), recipe=None, layers=None)
+  assert list(left_alone([rule], [*sites, site("d")])) == ["lora/a", "d"]
+
+
+def test_every_glob_and_every_listed_layer_of_a_rule_matches_something():
+  def said(**fields):
+    with pytest.raises(fp4jax.PolicyError) as error:
+      left_alone([Rule(recipe=None, **fields)], [*SIX, site("head/w")], **given)
+    return str(error.value)
+
+  given = {"parameters": ["embed/table", *(s.paths[0] for s in SIX), "head/w"]}
+  text = said(path=("head/**", "**/typo/**"))
+  assert text.count("typo") == 1 and "head/**" not in text
+  assert 'rule "**/typo/**" matches none of the model\'s 7' in text
+  assert "optional=True" in text
+  text = said(path="**/b_{layer}/**", layers=[0, 6, -1])
+  assert "layers=6 names none of the layers 0 to 5 of params/b_0/w" in text
+  text = said(path="**/b_{layer}/**", layers={-7, 0}, name="mine")
+  assert "rule mine (layers=-7) names none of the layers 0 to 5" in text
+  text = said(path=("**/b_{layer}/**", "head/**"), layers=[0])
+  assert '"head/**" layers={0} matches head/w, which has no layer' in text
+  # The other ways to say it, and a parameter that no GEMM reads.
+  for fields in (
+    {"path": ("head/**", "**/typo/**"), "optional": True},
+    {"path": ("head/**", "**/typo/**"), "every": False},
+    {"path": ("head/**", "embed/**")},
+  ):
+    rule = Rule(recipe=None, **fields)
+    assert left_alone([rule], [*SIX, site("head/w")], **given) == {
+      "head/w": True
+    }
+  rule = Rule(path="b", recipe=None, layers=[0, 9], every=False)
+  assert left_alone([rule], [site("b", 6)]) == {"b": [0]}
+  # Of several stacks any may be long enough.
+  stacks = unrolled("e/layers_{}/w", count=2) + unrolled("d/layers_{}/w")
+  rule = Rule(path="**/layers_{layer}/**", recipe=None, layers=[0, 4])
+  assert len(left_alone([rule], stacks)) == 3
+  # A hybrid stack has no attention in block 1.
+  hybrid = [site("b_0/attn"), site("b_1/mlp"), site("b_2/attn")]
+  rule = Rule(path="b_{layer}/attn", recipe=None, layers=[0, 1])
+  with pytest.raises(fp4jax.PolicyError, match="layers=1 names none"):
+    left_alone([rule], hybrid)
+
+
+def test_presets_take_any_of_their_usual_names_and_every_one_of_the_users():
+  sites = [*SIX_BLOCKS, site("params/out/w")]
+  make = functools.partial(policies.nemotron, 1, 1, recipe=RNE)
+  both = make(heads=(*policies.HEADS, "**/out/**"))
+  assert not policy_lib.resolve(both, sites)[-1][0].recipe.quantises
+  with pytest.raises(fp4jax.PolicyError, match=r'typo/\*\*"\).*with heads='):
+    policy_lib.resolve(make(heads=("**/out/**", "**/typo/**")), sites)
 
 
 def test_gemms_restrict_a_rule_and_leave_the_rest_to_later_rules():
@@ -327,10 +376,22 @@ def test_presets_have_defaults_and_check_their_arguments():
   assert policies.all_linear().default == recipes.nvfp4()
   assert policies.nemotron().default == recipes.nvfp4()
   assert not policies.bf16().quantises
+  for make in (policies.all_linear, policies.nemotron, policies.last_fraction):
+    default = inspect.signature(make).parameters["recipe"].default
+    assert default == recipes.nvfp4()
+    with pytest.raises(ValueError) as error:
+      make(recipe=None)
+    assert str(error.value) == (
+      f"{make.__name__}: recipe=None; pass recipes.nvfp4(), or policies.bf16()"
+      " to leave all layers as written."
+    )
+  assert policies.nemotron(heads=[]) == policies.nemotron(heads=())
+  with pytest.raises(TypeError, match="head"):
+    policies.nemotron(head=())
   with pytest.raises(ValueError, match="first=-1.*0 or more"):
     policies.nemotron(first=-1)
   # 1.0 would be a fraction: all blocks.
-  for bad in ("1", 1.0, None, recipes.nvfp4()):
+  for bad in ("1", 1.0, None, True, recipes.nvfp4()):
     with pytest.raises(ValueError, match="nemotron: last=.*an int of 0"):
       policies.nemotron(last=bad)
   for bad in (1.0, -0.1, "0.1"):
@@ -392,6 +453,24 @@ def test_j01_through_quantize():
   assert got == {"ffn/kernel": True}
 
 
+def test_a_glob_is_shown_once_and_one_in_another_language_is_explained():
+  hint = "only {layer} is a placeholder; parts are separated by /"
+  for glob, foreign in (
+    ("**/mpl/**", False),
+    ("**/c_{layer}/**", False),
+    ("**/w.1/**", False),
+    ("**/b_{i}/**", True),
+    (r"params/b_.*", True),
+    ("params.b_0.w", True),
+  ):
+    with pytest.raises(fp4jax.PolicyError) as error:
+      left_alone([Rule(path=glob, recipe=None)], SIX)
+    assert str(error.value).count(glob) == 1
+    assert (hint in str(error.value)) == foreign, glob
+  with pytest.raises(fp4jax.PolicyError, match=r'rule mine \("c/\*\*"\) match'):
+    left_alone([Rule(path="c/**", recipe=None, name="mine")], SIX)
+
+
 def test_unused_layers_say_which_there_are():
   rule = Rule(path="**/b_{layer}/**", layers=9, recipe=None)
   with pytest.raises(fp4jax.PolicyError, match="layers 0 to 5.*layers="):
@@ -449,7 +528,7 @@ def test_a_preset_without_its_blocks_names_its_own_argument():
   # Without the slashes: the error says what was passed, and what would do.
   with pytest.raises(fp4jax.PolicyError) as error:
     policy_lib.resolve(make(blocks="stage_{layer}"), sites)
-  assert "first block ('stage_{layer}')" in str(error.value)
+  assert 'first block ("stage_{layer}")' in str(error.value)
   assert 'did you mean "**/stage_{layer}/**"?' in str(error.value)
   policy_lib.resolve(make(blocks="**/stage_{layer}/**"), sites)
 
@@ -515,6 +594,11 @@ def test_the_real_reason_why_nothing_can_be_quantised():
   text = str(error.value)
   assert "params: operands are int32 and float32" in text and "cast" in text
   assert "params_argnums" not in text
+  # Codes that the model decodes itself.
+  codes = {"up": {"codes": w.astype(jnp.int8)}}
+  decodes = lambda p, x: x @ p["up"]["codes"].astype(x.dtype)
+  with pytest.raises(fp4jax.PolicyError, match="up/codes is int8.*as floats"):
+    fp4jax.quantize(decodes, policy)(codes, x)
   quantised = fp4jax.quantize(lambda w, x: x @ w, policy)
   nested = fp4jax.quantize(lambda w, x: quantised(w, x), policy)
   with pytest.raises(fp4jax.PolicyError, match="inside custom_vjp") as error:
@@ -617,6 +701,11 @@ def test_policies_print_and_are_rebuilt_from_their_print():
     (lambda: Rule(path="a", recipe=recipes.nvfp4), r"recipes.nvfp4\(\)"),
     (lambda: Rule(path="a", recipe=None, layers="0"), "layers='0'; use"),
     (lambda: Rule(path="a", recipe=None, layers=0.5), "layers=0.5; use"),
+    (lambda: Rule(path="a", recipe=None, layers=True), "layers=True; use"),
+    (lambda: Rule(path="a", recipe=None, layers=[0, True]), "True]; use an"),
+    (lambda: Rule(path="a", recipe=None, layers=[1.0]), "1.0]; use an int"),
+    (lambda: Rule(path="a", recipe=None, layers=[[0]]), "0]]; use an int"),
+    (lambda: Rule(path="a", recipe=None, layers=slice("0")), "'0'.*use an int"),
     (lambda: Rule(path="a", recipe=None, gemms=("up",)), "fprop, dgrad"),
     (lambda: Rule(path="a", recipe=None, gemms=()), "fprop, dgrad"),
     (lambda: Rule(path=None, recipe=None), r"Rule: path=None.*glob"),
@@ -636,6 +725,17 @@ def test_policies_print_and_are_rebuilt_from_their_print():
       lambda: Policy(rules=(Rule(path="a", recipe=None),)),
       "every rule leaves.*give default=",
     ),
+    (lambda: policies.nemotron(heads=None), r"heads=None.*heads=\(\) where"),
+    (lambda: policies.nemotron(blocks=()), r"blocks=\(\) holds no pattern"),
+    (lambda: Operand(rht=True), r"rht=True is no Rht; pass Rht\(\)"),
+    (lambda: Operand(rht=16), r"rht=16 is no Rht; pass Rht\(\)"),
+    (lambda: Operand(rht="hadamard"), r"'hadamard' is no Rht; pass Rht\(\)"),
+    (lambda: Operand(format=["nvfp4"]), "is not known; use one of"),
+    (lambda: Operand(format="fp8_e4m3", block=16), "block=16 is no pair"),
+    (lambda: Operand(scale_guard="16/17"), "'16/17' is outside"),
+    (lambda: Operand(four_over_six="yes"), "'yes'; use True or False"),
+    (lambda: Gemm(lhs=None, rhs=Operand()), r"lhs=None is no Operand; pass"),
+    (lambda: Gemm(lhs=Operand(), rhs="nvfp4"), "rhs='nvfp4' is no Operand"),
   ],
 )
 def test_invalid_fields_say_what_to_write(make, match):
@@ -650,7 +750,7 @@ def test_an_error_shows_the_beginning_and_the_end_of_a_long_value():
 
 
 def test_keyword_fields_keep_their_signature_and_copy():
-  names = ["path", "recipe", "layers", "gemms", "optional", "name"]
+  names = ["path", "recipe", "layers", "gemms", "optional", "every", "name"]
   names.append("argument")
   assert list(inspect.signature(Rule).parameters) == names
   policy = policies.nemotron()

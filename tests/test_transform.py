@@ -22,6 +22,7 @@ import subprocess
 import sys
 import textwrap
 
+from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -819,6 +820,43 @@ def test_differentiating_inside_warns(jit, recwarn):
     fp4jax.quantize(gradient, ALL)(w, x)
 
 
+def test_data_in_the_place_of_the_parameters_warns(recwarn):
+  """One array there, and what looks more like parameters elsewhere."""
+  w, x = normal(0, D, 8), X
+  variables = {"params": {"w": w}}
+  second = lambda x, v: x @ v["params"]["w"]
+  layer = nnx.Linear(D, 8, rngs=nnx.Rngs(0))
+
+  def closed(w):
+    return fp4jax.quantize(lambda x: x @ w, ALL)(x)
+
+  for call, match in (
+    (lambda: fp4jax.quantize(second, ALL)(x, variables), "params_argnums=1"),
+    (
+      lambda: fp4jax.quantize(second, ALL)(x, v=variables),
+      "argument v is a",
+    ),
+    (
+      lambda: fp4jax.quantize(lambda x, m: m(x), ALL)(x, layer),
+      r"nnx module \(Linear\).*params_argnums=1",
+    ),
+    (lambda: closed(w), r"closes over float32\[16,8\].*pass the parameters"),
+    (lambda: jax.jit(closed)(w), r"closes over float32\[16,8\]"),
+    (lambda: fp4jax.coverage(fp4jax.quantize(lambda x: x @ w, ALL), x), "clos"),
+  ):
+    with pytest.warns(UserWarning, match=match) as caught:
+      call()
+    assert [warning.filename for warning in caught] == [__file__]
+  # Parameters in their place, one array or not, with data around.
+  fp4jax.quantize(second, ALL, params_argnums=1)(x, variables)
+  fp4jax.quantize(lambda x, m: m(x), ALL, params_argnums=1)(x, layer)
+  fp4jax.quantize(lambda w, x, b: x @ w + b["b"], ALL)(w, x, {"b": w[0]})
+  fp4jax.quantize(lambda w, x, m=w[0]: x @ w + m, ALL)(w, x)
+  fp4jax.quantize(lambda p, y: y @ p["w"] + x @ w, ALL)({"w": w}, x)
+  jax.jit(jax.vmap(fp4jax.quantize(plain, ALL)))(x[None], w[None])
+  assert not recwarn.list
+
+
 @pytest.mark.slow  # nightly: traces everything once more
 def test_nothing_leaks():
   f, params, args = MODELS["rematerialised_scan"]
@@ -1005,9 +1043,13 @@ def test_a_quantised_function_prints_its_name_and_policy():
       lambda: fp4jax.quantize(plain, ALL, params_argnums=3)(X, X),
       "params_argnums=.*2 positional",
     ),
-    (
-      lambda: fp4jax.quantize(plain, ALL, backend="cuda")(X, X.T),
-      "backend='cuda'",
+    (lambda: fp4jax.quantize(plain, ALL, backend="cuda"), "backend='cuda'"),
+    *(
+      (
+        lambda bad=bad: fp4jax.quantize(plain, ALL, params_argnums=bad),
+        "params_argnums=.*needed the positions.*params_argnums=0",
+      )
+      for bad in ("params", 1.0, True, (0, True), (), None)
     ),
     (lambda: fp4jax.coverage(plain, X, X), "fp4jax.quantize"),
   ],

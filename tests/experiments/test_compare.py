@@ -153,6 +153,9 @@ def test_summary_says_how_it_ended(compared):
     run.result.sample,
   ):
     assert part in text
+  emulated = "emulated, so this is not the speed of FP4 hardware"
+  assert emulated in text.partition("tokens/s")[2]
+  assert emulated in (compared.workdir / "report.html").read_text()
 
 
 def test_verdict_gives_the_gaps_and_what_one_seed_cannot_tell(compared):
