@@ -3,8 +3,6 @@
 Pre-norm blocks of grouped-query attention with rotary embeddings and a squared
 ReLU or SwiGLU feed-forward; RMSNorm, no biases, untied head. Parameters are
 float32, arithmetic is ``dtype``, norms' statistics, softmax and logits float32.
-The backward pass keeps what norms and activations read, and computes the rest
-again.
 """
 
 from collections.abc import Callable
@@ -20,10 +18,6 @@ from ml_collections import ConfigDict
 Array = jax.Array
 
 _INIT = nn.initializers.normal(0.02)
-
-# In the backward pass computed again from its input in ``dtype``: it would keep
-# three arrays of float32.
-RMSNorm = nn.remat(nn.RMSNorm)
 
 
 class Transformer(nn.Module):
@@ -105,7 +99,7 @@ class Transformer(nn.Module):
     else:
       for i in range(self.layers):
         x = block(name=f"blocks_{i}")(x)
-    x = RMSNorm(dtype=self.dtype, name="norm")(x)
+    x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
     head = nn.Dense(
       self.vocab,
       use_bias=False,
@@ -155,8 +149,8 @@ class Block(nn.Module):
         dot_general_cls=self.dot_general_cls,
         name="attention",
       )
-      x = x + attention(RMSNorm(dtype=self.dtype, name="attention_norm")(x))
-    return x + feed_forward(RMSNorm(dtype=self.dtype, name="ffn_norm")(x))
+      x = x + attention(nn.RMSNorm(dtype=self.dtype, name="attention_norm")(x))
+    return x + feed_forward(nn.RMSNorm(dtype=self.dtype, name="ffn_norm")(x))
 
 
 class Attention(nn.Module):
@@ -188,8 +182,8 @@ class Attention(nn.Module):
     k = k.reshape(b, t, self.kv_heads, size)
     v = v.reshape(b, t, self.kv_heads, size)
     if self.qk_norm:
-      q = RMSNorm(dtype=self.dtype, name="q_norm")(q)
-      k = RMSNorm(dtype=self.dtype, name="k_norm")(k)
+      q = nn.RMSNorm(dtype=self.dtype, name="q_norm")(q)
+      k = nn.RMSNorm(dtype=self.dtype, name="k_norm")(k)
     q, k = rotate(q, self.rope_base), rotate(k, self.rope_base)
     y = jax.nn.dot_product_attention(
       q, k, v, is_causal=True, implementation=self.implementation
@@ -218,20 +212,10 @@ class FeedForward(nn.Module):
     )
     h = dense(self.hidden, name="up")(x)
     if self.activation == "swiglu":
-      h = _swiglu(dense(self.hidden, name="gate")(x), h)
+      h = nn.silu(dense(self.hidden, name="gate")(x)) * h
     else:
-      h = _squared_relu(h)
+      h = jnp.square(nn.relu(h))
     return dense(x.shape[-1], kernel_init=self.out_init, name="down")(h)
-
-
-@jax.checkpoint
-def _squared_relu(x: Array) -> Array:
-  return jnp.square(nn.relu(x))
-
-
-@jax.checkpoint
-def _swiglu(gate: Array, x: Array) -> Array:
-  return nn.silu(gate) * x
 
 
 def rotate(x: Array, base: float) -> Array:
