@@ -187,12 +187,14 @@ def divided_explicitly(*arrays) -> tuple[str, ...]:
   """The explicit axes of a mesh that divide arrays, as their types say."""
   found = []
   for x in arrays:
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", ())
-    for names in spec:
+    sharding: Any = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+      continue
+    axes = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+    explicit = {name for name, kind in axes if kind.name == "Explicit"}
+    for names in sharding.spec:
       names = names if isinstance(names, tuple) else (names,)
-      types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-      found += [n for n in names if n and types[n].name == "Explicit"]
+      found += [name for name in names if name in explicit]
   return tuple(dict.fromkeys(found))
 
 
