@@ -343,9 +343,10 @@ def _gemm(name: str, lhs: GemmOperand, rhs: GemmOperand, dtype, spec):
   if spec.packed:
     packed = lhs.packed(), rhs.packed()
     if kernels.multiplies_packed(*packed, dtype):
-      return kernels.multiply_packed(
+      y = kernels.multiply_packed(
         *packed, dtype, spec.multiplier, interpret=spec.interpret
       )
+      return lax.optimization_barrier(y)
   element = spec.dtype(name)
   (left, left_scale), (right, right_scale) = (
     operand.read(spec, element) for operand in (lhs, rhs)
@@ -363,9 +364,11 @@ def _gemm(name: str, lhs: GemmOperand, rhs: GemmOperand, dtype, spec):
       )
       contract = -1, -1
     if kernels.multiplies(left, right, contract, dtype):
-      return kernels.multiply(
+      y = kernels.multiply(
         left, right, factors, contract, dtype, interpret=spec.interpret
       )
+      # XLA would run a kernel twice whose result is used and kept by a scan.
+      return lax.optimization_barrier(y)
   # Decoded operands are exact in BF16, whose products XLA adds up in float32.
   left, right = (x.astype(jnp.bfloat16) for x in (left, right))
   y = _contracted(left, right, contract, jnp.float32, None)

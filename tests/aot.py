@@ -123,6 +123,26 @@ def _rematerialised(x, w, key):
   return jax.grad(lambda *a: jax.checkpoint(product)(*a).sum(), (0, 1))(x, w)
 
 
+def _scanned(x, ws, key):
+  """The gradient of scanned layers whose outputs are used, and kept."""
+
+  def layer(x, w):
+    y = fp4jax.dot(
+      x,
+      w,
+      (((1,), (0,)), ((), ())),
+      recipe=fp4jax.recipes.nvfp4(),
+      key=key,
+      backend="pallas",
+    )
+    return jax.checkpoint(lambda y: jnp.square(jax.nn.relu(y)))(y), None
+
+  def loss(x, ws):
+    return jax.lax.scan(layer, x, ws)[0].astype(jnp.float32).sum()
+
+  return jax.grad(loss, (0, 1))(x, ws)
+
+
 def _matmul(contract, dtype=jnp.bfloat16, result=jnp.bfloat16, **options):
   """A product of which programs compute several tiles."""
   m, n, k = 4096, 8192, 1024
@@ -295,6 +315,13 @@ def kernels(gpu: str) -> dict:
   }
   if gpu == "sm_90a":
     found |= _products()
+    square = struct((3, 512, 512), jnp.bfloat16)
+    found["dot_scan"] = (
+      _scanned,
+      struct((512, 512), jnp.bfloat16),
+      square,
+      struct((4,), jnp.uint32),
+    )
   if gpu == "sm_100a":
     found |= _block_scaled_products()
   if "rne" in native:
@@ -324,7 +351,8 @@ def main(gpu: str) -> None:
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in avals
       ]
       print(f"== {name}", flush=True)
-      jax.jit(function).lower(*args).compile()
+      program = jax.jit(function).lower(*args).compile().as_text()
+      print(f"launches {program.count('custom_call_target="mosaic_gpu')}")
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def test_products_run_on_the_tensor_cores(compiled):
   gpu, outputs = compiled
   products = [name for name in outputs if name.startswith("matmul")]
   assert bool(products) == (gpu == "sm_90a")
-  hopper = [*products, "dot_remat"] if products else []
+  hopper = [*products, "dot_remat", "dot_scan"] if products else []
   for name, output in outputs.items():
     assert ("wgmma.mma_async" in output) == (name in hopper), name
   for name in products:
@@ -158,6 +158,18 @@ def test_products_run_on_the_tensor_cores(compiled):
     shared = ".multicast::cluster" in output
     assert shared == (name != "matmul_alone"), name
     assert ("mul.f32" in output) == (name != "matmul_vmap"), name
+
+
+def test_no_kernel_runs_twice(compiled):
+  """Nor where its result is used, and kept by a scan for the backward pass.
+
+  Forwards a rotated amax, two quantised operands and a product; backwards an
+  amax, one quantised, two decoded, and two products.
+  """
+  gpu, outputs = compiled
+  if gpu == "sm_90a":
+    (launches,) = re.findall(r"^launches (\d+)$", outputs["dot_scan"], re.M)
+    assert int(launches) == 4 + 6
 
 
 def test_packed_operands_are_multiplied_on_blackwell(compiled):
