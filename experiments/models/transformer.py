@@ -3,6 +3,8 @@
 Pre-norm blocks of grouped-query attention with rotary embeddings and a squared
 ReLU or SwiGLU feed-forward; RMSNorm, no biases, untied head. Parameters are
 float32, arithmetic is ``dtype``, norms' statistics, softmax and logits float32.
+The backward pass keeps what norms and activations read, and computes the rest
+again.
 """
 
 from collections.abc import Callable
@@ -18,6 +20,10 @@ from ml_collections import ConfigDict
 Array = jax.Array
 
 _INIT = nn.initializers.normal(0.02)
+
+# In the backward pass computed again from its input in ``dtype``: it would keep
+# three arrays of float32.
+RMSNorm = nn.remat(nn.RMSNorm)
 
 
 class Transformer(nn.Module):
@@ -99,7 +105,7 @@ class Transformer(nn.Module):
     else:
       for i in range(self.layers):
         x = block(name=f"blocks_{i}")(x)
-    x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
+    x = RMSNorm(dtype=self.dtype, name="norm")(x)
     head = nn.Dense(
       self.vocab,
       use_bias=False,
@@ -149,8 +155,8 @@ class Block(nn.Module):
         dot_general_cls=self.dot_general_cls,
         name="attention",
       )
-      x = x + attention(nn.RMSNorm(dtype=self.dtype, name="attention_norm")(x))
-    return x + feed_forward(nn.RMSNorm(dtype=self.dtype, name="ffn_norm")(x))
+      x = x + attention(RMSNorm(dtype=self.dtype, name="attention_norm")(x))
+    return x + feed_forward(RMSNorm(dtype=self.dtype, name="ffn_norm")(x))
 
 
 class Attention(nn.Module):
@@ -182,8 +188,8 @@ class Attention(nn.Module):
     k = k.reshape(b, t, self.kv_heads, size)
     v = v.reshape(b, t, self.kv_heads, size)
     if self.qk_norm:
-      q = nn.RMSNorm(dtype=self.dtype, name="q_norm")(q)
-      k = nn.RMSNorm(dtype=self.dtype, name="k_norm")(k)
+      q = RMSNorm(dtype=self.dtype, name="q_norm")(q)
+      k = RMSNorm(dtype=self.dtype, name="k_norm")(k)
     q, k = rotate(q, self.rope_base), rotate(k, self.rope_base)
     y = jax.nn.dot_product_attention(
       q, k, v, is_causal=True, implementation=self.implementation
@@ -212,10 +218,20 @@ class FeedForward(nn.Module):
     )
     h = dense(self.hidden, name="up")(x)
     if self.activation == "swiglu":
-      h = nn.silu(dense(self.hidden, name="gate")(x)) * h
+      h = _swiglu(dense(self.hidden, name="gate")(x), h)
     else:
-      h = jnp.square(nn.relu(h))
+      h = _squared_relu(h)
     return dense(x.shape[-1], kernel_init=self.out_init, name="down")(h)
+
+
+@jax.checkpoint
+def _squared_relu(x: Array) -> Array:
+  return jnp.square(nn.relu(x))
+
+
+@jax.checkpoint
+def _swiglu(gate: Array, x: Array) -> Array:
+  return nn.silu(gate) * x
 
 
 def rotate(x: Array, base: float) -> Array:
