@@ -23,7 +23,9 @@ def get_config() -> ConfigDict:
   config.policy.last = 1  # nemotron: and at the end
   config.policy.fraction = 0.15  # last_fraction: of the blocks, rounded up
 
+  # Each model reads the fields that it has.
   config.model = ConfigDict()
+  config.model.name = "transformer"
   config.model.layers = 6
   config.model.d = 128
   config.model.heads = 4

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from configs import base
 from experiments import errors
 from experiments import files
+from experiments import models
 
 _PACKAGES = (
   "fp4jax",
@@ -49,6 +50,7 @@ _POSITIVE = (
   "sample.temperature",
 )
 _CHOICES = {
+  "model.name": models.NAMES,
   "model.activation": ("relu2", "swiglu"),
   "model.attention": ("xla", "cudnn"),
   "model.dtype": ("bfloat16", "float32"),

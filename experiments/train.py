@@ -32,10 +32,10 @@ from experiments import errors
 from experiments import files
 from experiments import memory
 from experiments import metrics
+from experiments import models
 from experiments import recipe
 from experiments import sample
 from experiments import state as state_lib
-from experiments.models import transformer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Experiment:
 def make_experiment(config: ConfigDict) -> Experiment:
   """The experiment of a configuration, after checking all of its fields."""
   config_lib.check(config)
-  model = transformer.from_config(config)
+  model = models.from_config(config)
   apply = recipe.quantised(model, config)
   loss = state_lib.TokenLoss(apply)
   schedule = state_lib.make_schedule(config.optimizer, config.train.steps)

@@ -270,6 +270,19 @@ def _dot_general_f32(lhs, rhs, dimension_numbers, precision=None):
 
 def from_config(config: ConfigDict) -> Transformer:
   """The model that a configuration describes."""
-  fields = dict(config.model)
-  dtype = jnp.dtype(fields.pop("dtype"))
-  return Transformer(vocab=config.data.vocab, dtype=dtype, **fields)
+  model = config.model
+  return Transformer(
+    vocab=config.data.vocab,
+    layers=model.layers,
+    d=model.d,
+    heads=model.heads,
+    kv_heads=model.kv_heads,
+    ffn=model.ffn,
+    activation=model.activation,
+    qk_norm=model.qk_norm,
+    rope_base=model.rope_base,
+    scan=model.scan,
+    remat=model.remat,
+    dtype=jnp.dtype(model.dtype),
+    attention=model.attention,
+  )
