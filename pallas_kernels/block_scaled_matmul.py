@@ -21,7 +21,6 @@ Compiled for sm_100a, not yet run: no such GPU was at hand.
 from collections.abc import Callable
 import dataclasses
 import functools
-import math
 from typing import Any
 from typing import Literal
 
@@ -33,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import compat
+from pallas_kernels import grid
 
 BLOCK = 16  # terms that share a scale
 ROWS = 128  # of the result in a program: the lanes of tensor memory
@@ -326,20 +326,13 @@ class _Product:
   def pair_axis(self) -> str | None:
     return "neighbour" if self.config.pair else None
 
-  def over_tiles(self, body: Callable) -> None:
-    """Calls ``body`` with each tile of a program, and how many came before.
-
-    A tile, of a pair where there is one, is given by its first row and column.
-    """
-    config = self.config
-    m, n, _ = self.sizes
-    grid = m // config.tile_m, n // config.tile_n
-
-    @plgpu.nd_loop((math.prod(grid),), collective_axes="cluster")
-    def visit(loop):
-      minor = 0 if config.minor == "m" else 1
-      i, j = plgpu.planar_snake(loop.index[0], grid, minor, config.width)
-      body(i * config.tile_m, j * config.tile_n, loop.local_index)
+  @property
+  def tiles(self) -> grid.Grid:
+    """The result, divided among programs, or pairs of them."""
+    config, (m, n, _) = self.config, self.sizes
+    shape = m // config.tile_m, n // config.tile_n
+    tile = config.tile_m, config.tile_n
+    return grid.Grid(shape, tile, config.minor, config.width)
 
   def copy(self, operands, shared) -> None:
     """The warp that fills shared memory."""
@@ -386,22 +379,10 @@ class _Product:
 
       lax.fori_loop(0, steps, step, ())
 
-    self.over_tiles(tile)
+    self.tiles.visit(tile)
     # No program ends while its neighbour may read its shared memory.
-    total = self.tiles_of_program() * steps
-
-    def drain(done, _):
-      plgpu.barrier_wait(shared["free"].at[lax.rem(done, stages)])
-      return ()
-
-    lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, ())
-
-  def tiles_of_program(self):
-    """How many tiles ``over_tiles`` gives."""
-    config, (m, n, _) = self.config, self.sizes
-    tiles = jnp.int32(m // config.tile_m * (n // config.tile_n))
-    first, stride = lax.axis_index("cluster"), lax.axis_size("cluster")
-    return lax.div(tiles - first + stride - 1, jnp.int32(stride))
+    total = self.tiles.count() * steps
+    grid.drain(shared["free"], total, stages)
 
   def multiply(self, shared) -> None:
     """The warp that has the tensor cores multiply; of a pair, the first's."""
@@ -433,9 +414,9 @@ class _Product:
           shared["summed"].at[slot], collective_axis=self.pair_axis
         )
 
-    self.over_tiles(tile)
+    self.tiles.visit(tile)
     # No program ends while its neighbour may arrive at its barriers.
-    total = self.tiles_of_program()
+    total = self.tiles.count()
     lax.fori_loop(
       jnp.maximum(total - lag, 0), total, lambda tile, _: wait(tile), None
     )
@@ -519,7 +500,7 @@ class _Product:
         place = pl.ds(row + rows, ROWS), pl.ds(column + part * width, width)
         plgpu.copy_smem_to_gmem(buffer, out.at[place])
 
-    self.over_tiles(tile)
+    self.tiles.visit(tile)
     plgpu.wait_smem_to_gmem(0)
 
   def shared(self) -> dict:

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import compat
+from pallas_kernels import grid
 
 WARPGROUPS = 2  # that multiply; one more copies
 COPY_REGISTERS = 40  # a thread of the warpgroup that copies
@@ -359,26 +360,27 @@ class _Product:
     """Tiles of the operands that make a tile of the result."""
     return self.sizes[2] // self.config.tile_k
 
-  def over_tiles(self, body: Callable) -> None:
-    """Calls ``body`` with each tile of a program, and how many came before.
+  @property
+  def tiles(self) -> grid.Grid:
+    """The result, divided among clusters."""
+    config, (m, n, _) = self.config, self.sizes
+    down, across = config.cluster_tile
+    shape = m // down, n // across
+    return grid.Grid(shape, (down, across), config.minor, config.width)
 
-    A tile is given by its first row and column.
-    """
+  def over_tiles(self, body: Callable) -> None:
+    """``Grid.visit``, with the first row and column of this program's part."""
     config = self.config
-    (m, n, _), (down, across) = self.sizes, config.cluster_tile
-    grid = m // down, n // across
     neighbour = lax.axis_index("neighbour")
 
-    @plgpu.nd_loop((math.prod(grid),), collective_axes="cluster")
-    def visit(loop):
-      minor = 0 if config.minor == "m" else 1
-      i, j = plgpu.planar_snake(loop.index[0], grid, minor, config.width)
-      row, column = i * down, j * across
+    def part(row, column, before):
       if config.cluster == "m":
         row = row + neighbour * config.tile_m
       elif config.cluster == "n":
         column = column + neighbour * config.tile_n
-      body(row, column, loop.local_index)
+      body(row, column, before)
+
+    self.tiles.visit(part)
 
   def copy(self, lhs, rhs, shared) -> None:
     """The warpgroup that fills shared memory."""
@@ -416,20 +418,8 @@ class _Product:
 
     self.over_tiles(tile)
     # No program ends while its neighbour may write to its shared memory.
-    total = self.tiles_of_program() * steps
-
-    def drain(done, _):
-      plgpu.barrier_wait(shared["free"].at[lax.rem(done, stages)])
-      return ()
-
-    lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, ())
-
-  def tiles_of_program(self):
-    """How many tiles ``over_tiles`` gives."""
-    (m, n, _), (down, across) = self.sizes, self.config.cluster_tile
-    tiles = jnp.int32(m // down * (n // across))
-    first, stride = lax.axis_index("cluster"), lax.axis_size("cluster")
-    return lax.div(tiles - first + stride - 1, jnp.int32(stride))
+    total = self.tiles.count() * steps
+    grid.drain(shared["free"], total, stages)
 
   def multiply(self, scales, out, shared) -> None:
     """A warpgroup that computes its half of each tile."""

@@ -535,6 +535,23 @@ def test_dot_gives_the_numbers_of_the_reference(recipe, batch):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
+def products(x, w, g, recipe, backend):
+  """``x @ w`` and the two gradients that the cotangent g gives."""
+
+  def product(x, w):
+    return fp4jax.dot(
+      x,
+      w,
+      MATMUL,
+      recipe=getattr(recipes, recipe)(),
+      key=jax.random.key(7),
+      backend=backend,
+    )
+
+  y, vjp = jax.vjp(product, x, w)
+  return y, *vjp(g)
+
+
 @pytest.mark.parametrize(
   "recipe, dtype",
   [
@@ -552,23 +569,11 @@ def test_dot_multiplies_by_a_kernel(monkeypatch, recipe, dtype):
     return multiply(lhs, rhs, *args, **options)
 
   monkeypatch.setattr(kernels, "multiply", spy)
-  results = []
-  for backend in ("reference", "pallas_interpret"):
-
-    def product(x, w, backend=backend):
-      return fp4jax.dot(
-        x,
-        w,
-        MATMUL,
-        recipe=getattr(recipes, recipe)(),
-        key=jax.random.key(7),
-        backend=backend,
-      )
-
-    y, vjp = jax.vjp(product, x, w)
-    results.append([y, *vjp(x)])
+  want, got = (
+    products(x, w, x, recipe, backend)
+    for backend in ("reference", "pallas_interpret")
+  )
   assert seen == [{dtype}] * 3
-  want, got = results
   for a, b in zip(got, want, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
@@ -590,28 +595,13 @@ def test_dot_multiplies_packed_operands(monkeypatch, multiplier, recipe, sizes):
     jnp.asarray(rng.standard_normal(s), jnp.float32)
     for s in ((m, k), (k, n), (m, n))
   )
-  results = []
-  for backend in ("reference", "pallas_interpret"):
-    if backend != "reference":
-      monkeypatch.setattr(backends, "multiplier", lambda _: multiplier)
-      monkeypatch.setattr(kernels, "decode", None)  # nobody calls it
-
-    def product(x, w, backend=backend):
-      return fp4jax.dot(
-        x,
-        w,
-        MATMUL,
-        recipe=getattr(recipes, recipe)(),
-        key=jax.random.key(7),
-        backend=backend,
-      )
-
-    y, vjp = jax.vjp(product, x, w)
-    results.append([y, *vjp(g)])
-  for want, got in zip(*results, strict=True):
-    assert got.dtype == want.dtype
-    top = np.abs(want).max()
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * top)
+  want = products(x, w, g, recipe, "reference")
+  monkeypatch.setattr(backends, "multiplier", lambda _: multiplier)
+  monkeypatch.setattr(kernels, "decode", None)  # nobody calls it
+  got = products(x, w, g, recipe, "pallas_interpret")
+  for a, b in zip(got, want, strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
 def test_shards_are_refused_or_left_to_the_reference(monkeypatch):
