@@ -164,6 +164,34 @@ def _batched(function):
   return call
 
 
+def _limited(function, launched: int = 1):
+  """A function of arrays of which, under ``jax.vmap``, no more than ``_BATCH``
+  are launched together.
+
+  Args:
+    function: of arrays, to an array.
+    launched: how many of what it was are launched by one call.
+  """
+  call = jax.custom_batching.custom_vmap(function)
+
+  @call.def_vmap
+  def over(length, batched, *args):
+    axes = tuple(0 if b else None for b in batched)
+    if launched * length <= _BATCH:
+      out = _limited(jax.vmap(function, axes), launched * length)(*args)
+      return out, True
+
+    def one(divided):
+      rest = iter(divided)
+      own = (next(rest) if b else a for a, b in zip(args, batched, strict=True))
+      return _limited(function, launched)(*own)
+
+    divided = [a for a, b in zip(args, batched, strict=True) if b]
+    return lax.map(one, divided, batch_size=_BATCH // launched), True
+
+  return call
+
+
 def _by_shards(function, args, outs, whole, params):
   """A function of a shard and one batch element, of all of both.
 
@@ -499,14 +527,13 @@ def multiply(lhs, rhs, factors, contract, dtype, *, interpret: bool = False):
     dtype: of the result.
     interpret: run the kernel on a CPU.
   """
-  return matmul_kernel.matmul(
-    lhs,
-    rhs,
-    jnp.stack(factors),
+  product = functools.partial(
+    matmul_kernel.matmul,
     contract=contract,
     dtype=dtype,
     interpret=compat.interpret_params() if interpret else None,
   )
+  return _limited(product)(lhs, rhs, jnp.stack(factors))
 
 
 def multiplies_packed(lhs, rhs, dtype) -> bool:
@@ -546,14 +573,13 @@ def multiply_packed(lhs, rhs, dtype, multiplier, *, interpret: bool = False):
     quantize_kernel.tile_scales(_pad(s, (c.shape[0], c.shape[1] * 2 // BLOCK)))
     for s, c in zip(scales, codes, strict=True)
   ]
-  y = block_scaled_matmul.matmul(
-    codes[0],
-    tiles[0],
-    codes[1],
-    tiles[1],
-    jnp.stack(factors),
+  product = functools.partial(
+    block_scaled_matmul.matmul,
     dtype=dtype,
     interpret=compat.interpret_params() if interpret else None,
+  )
+  y = _limited(product)(
+    codes[0], tiles[0], codes[1], tiles[1], jnp.stack(factors)
   )
   return y[:m, :n]
 

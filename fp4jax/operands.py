@@ -135,7 +135,7 @@ def once_differentiable(function):
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=("array", "decoded_scale"),
-  meta_fields=("contract",),
+  meta_fields=("contract", "quantised"),
 )
 @dataclasses.dataclass(frozen=True)
 class GemmOperand:
@@ -146,11 +146,13 @@ class GemmOperand:
       or codes.
     contract: the axis that is contracted, -1 or -2.
     decoded_scale: the tensor scale [*batch] of decoded values.
+    quantised: how the array was quantised, None where it was not.
   """
 
   array: Any
   contract: int
   decoded_scale: Any = None
+  quantised: recipes.Operand | None = None
 
   def read(self, spec: Spec, dtype=jnp.bfloat16) -> tuple:
     """What the GEMM multiplies, and its tensor scale, None if it has none.
@@ -219,7 +221,7 @@ def gemm_operands(x, uses, streams, spec) -> list[GemmOperand]:
   if second is not None and _shared(first, second):
     (array,) = _quantised(x, [first], streams, spec, packed=True)
     codes, operand = array
-    return [operand, GemmOperand(codes, -2)]
+    return [operand, GemmOperand(codes, -2, quantised=second.operand)]
   quantised = [u for u in uses if u.operand is not None]
   made = dict(
     zip(quantised, _quantised(x, quantised, streams, spec), strict=True)
@@ -301,9 +303,9 @@ def _quantised(x, uses, streams, spec, packed=False):
     codes, decoded, scale = results[use.transposed] or (None, None, None)
     contract = -2 if use.transposed else -1
     if as_codes[use]:
-      operand = GemmOperand(codes, -1)
+      operand = GemmOperand(codes, -1, quantised=use.operand)
     else:
-      operand = GemmOperand(decoded, contract, scale)
+      operand = GemmOperand(decoded, contract, scale, use.operand)
     out.append((codes, operand))
   return out
 
@@ -324,13 +326,14 @@ def _by_reference(x, use, streams, packed):
     result = block_scaled.quantize(
       x, use.operand, stream, axis=axis, codes=False, decoded=True
     )
-    return None, GemmOperand(result.decoded, -1, result.tensor_scale)
+    decoded, scale = result.decoded, result.tensor_scale
+    return None, GemmOperand(decoded, -1, scale, use.operand)
   codes: Any
   if _jax.compiles_units():
     codes = block_scaled.quantize_joined(x, use.operand, stream, axis=axis)
   else:
     codes = block_scaled.quantize(x, use.operand, stream, axis=axis).codes
-  return codes, GemmOperand(codes, -1)
+  return codes, GemmOperand(codes, -1, quantised=use.operand)
 
 
 def named(kept):

@@ -23,6 +23,7 @@ from fp4jax import backends
 from fp4jax import dataflow
 from fp4jax import errors
 from fp4jax import interpreter
+from fp4jax import operands
 from fp4jax import policy as policy_lib
 from fp4jax import recipes
 from fp4jax import rounding
@@ -463,23 +464,49 @@ class Quantized:
 
 
 def _check_weights(weights, program, arrays):
-  """Raises ValueError for codes of another model or policy."""
+  """Raises ValueError for codes of another model, policy or backend."""
   if weights is None:
     return
-  fix = "pass what weight_codes gave for these parameters and this policy"
+  fix = (
+    "pass what weight_codes gave for these parameters, this policy and this"
+    " backend"
+  )
   if not isinstance(weights, Mapping):
     raise ValueError(
       f"fp4_weights={errors.shown(weights)}, needed codes of weights; {fix}."
     )
-  expected = jax.eval_shape(program.weight_codes, *arrays)
-  describe = lambda tree: jax.tree.map(
-    lambda x: (np.shape(x), getattr(x, "dtype", None)), tree
-  )
-  if describe(dict(weights)) != describe(expected):
+  needed = jax.eval_shape(program.weight_codes, *arrays)
+  if set(weights) != set(needed):
     raise ValueError(
       f"fp4_weights holds codes of {errors.shown(sorted(weights))}, needed"
-      f" those of {errors.shown(sorted(expected))}, of the same shapes; {fix}."
+      f" those of {errors.shown(sorted(needed))}; {fix}."
     )
+  for path, codes in needed.items():
+    given, asked = _facts(weights[path]), _facts(codes)
+    wrong = [name for name in asked if given.get(name) != asked[name]]
+    if wrong:
+      got = ", ".join(f"{n}={given.get(n)}" for n in wrong)
+      need = ", ".join(f"{n}={asked[n]}" for n in wrong)
+      raise ValueError(
+        f"fp4_weights[{path!r}] holds codes of {got}, needed {need}; {fix}."
+      )
+
+
+def _facts(codes) -> dict[str, Any]:
+  """What tells the codes of a weight from others', by name."""
+  found = [c for c in jax.tree.leaves(codes, is_leaf=_is_codes) if _is_codes(c)]
+  facts: dict[str, Any] = {
+    "arrays": [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(found)],
+    "layout": [type(c.array).__name__ for c in found],
+    "contract": [c.contract for c in found],
+  }
+  for field in dataclasses.fields(recipes.Operand):
+    facts[field.name] = [getattr(c.quantised, field.name) for c in found]
+  return facts
+
+
+def _is_codes(x) -> bool:
+  return isinstance(x, operands.GemmOperand)
 
 
 _NODE, _ARRAY = object(), object()

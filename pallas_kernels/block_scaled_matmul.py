@@ -74,6 +74,11 @@ class Config:
   width: int = 8
   programs: int | None = None
 
+  def __post_init__(self):
+    """Raises ValueError for fields that name no axis or are not positive."""
+    sizes = ("tile_n", "tile_k", "stages", "width", "programs")
+    grid.check_config(self, ("minor",), sizes)
+
   @property
   def neighbours(self) -> int:
     """Programs that multiply together."""
@@ -286,9 +291,11 @@ def _misfit(config: Config, m: int, n: int, k: int) -> str | None:
   tile = f"{config}"
   if config.tile_n not in (128, 256):
     return f"tile_n of {tile} is not 128 or 256; choose another."
-  if config.tile_k % 256 and config.tile_k != 128 or config.tile_k < 1:
+  if config.tile_k % 256 and config.tile_k != 128:
     return f"tile_k of {tile} is not 128 or a multiple of 256; choose another."
-  if m % config.tile_m or n % config.tile_n or k % config.tile_k or not m * n:
+  if (
+    m % config.tile_m or n % config.tile_n or k % config.tile_k or not m * n * k
+  ):
     return (
       f"m={m}, n={n}, k={k} are not multiples of {config.tile_m},"
       f" {config.tile_n} and {config.tile_k} of {tile}; choose other tiles or"

@@ -1,6 +1,7 @@
 """How the programs of a product share out the tiles of its result."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 from typing import Literal
 
@@ -42,6 +43,28 @@ class Grid:
     tiles = jnp.int32(self.shape[0] * self.shape[1])
     first, stride = lax.axis_index("cluster"), lax.axis_size("cluster")
     return lax.div(tiles - first + stride - 1, jnp.int32(stride))
+
+
+def check_config(config, axes: Sequence[str], numbers: Sequence[str]) -> None:
+  """Raises ValueError for fields of a config that say nothing.
+
+  Args:
+    config: of a product.
+    axes: fields that name an axis of the result, m or n.
+    numbers: fields that are numbers above 0, or tuples of these, or None.
+  """
+  owner = f"{type(config).__module__.rpartition('.')[-1]}.Config"
+  for name in axes:
+    if (value := getattr(config, name)) not in ("m", "n"):
+      raise ValueError(f"{owner}: {name}={value!r}, needed 'm' or 'n'.")
+  for name in numbers:
+    value = getattr(config, name)
+    for number in value if isinstance(value, tuple) else (value,):
+      whole = isinstance(number, int) and not isinstance(number, bool)
+      if number is not None and not (whole and number > 0):
+        raise ValueError(
+          f"{owner}: {name} has {number!r}, needed an integer above 0."
+        )
 
 
 def drain(free, total, stages: int) -> None:

@@ -38,6 +38,7 @@ ACCUMULATOR = 64 * 256  # float32 sums of a warpgroup, 128 registers a lane
 OUT_SLOTS = 2  # parts of a warpgroup's half that are being stored
 SHARED_BYTES = 227 * 1024 - 1024  # of a program, less barriers and alignment
 SWIZZLE = 128  # bytes of a row in shared memory, in the pattern of wgmma
+STORED = 32  # bytes of a row, the least that has a pattern
 DTYPES = ("bfloat16", "float8_e4m3fn")
 RESULTS = ("bfloat16", "float32")
 
@@ -79,22 +80,9 @@ class Config:
 
   def __post_init__(self):
     """Raises ValueError for fields that name no axis or are not positive."""
-    for name, values in (
-      ("split", ("m", "n")),
-      ("cluster", ("m", "n", None)),
-      ("minor", ("m", "n")),
-    ):
-      if (value := getattr(self, name)) not in values:
-        raise ValueError(
-          f"matmul.Config: {name}={value!r}, needed one of {values}."
-        )
-    numbers = ("tile_m", "tile_n", "tile_k", "stages", "width", "programs")
-    found = [(name, getattr(self, name)) for name in numbers]
-    for name, value in (*found, *(("part", p) for p in self.part)):
-      if value is not None and value < 1:
-        raise ValueError(
-          f"matmul.Config: {name} has {value}, needed a number above 0."
-        )
+    axes = ("split", "minor") + (() if self.cluster is None else ("cluster",))
+    sizes = ("tile_m", "tile_n", "tile_k", "stages", "width", "part")
+    grid.check_config(self, axes, (*sizes, "programs"))
 
   @property
   def half(self) -> tuple[int, int]:
@@ -317,10 +305,10 @@ def _misfit(config: Config, m: int, n: int, k: int, operand, result):
       f" which hold {ACCUMULATOR}; choose smaller tiles."
     )
   part_m, part_n = _part(config, result)
-  if part_m % 64 or part_n * out % 16:
+  if part_m % 64 or part_n * out % STORED:
     return (
       f"{tile} stores parts of {part_m} x {part_n}, needed multiples of 64 rows"
-      f" and of {16 // out} columns; choose others."
+      f" and of {STORED // out} columns; choose others."
     )
   parts = half_m * half_n // (part_m * part_n)
   if half_m % part_m or half_n % part_n or parts % OUT_SLOTS:

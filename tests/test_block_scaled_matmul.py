@@ -246,6 +246,7 @@ def zeros(m=256, n=256, k=256, dtype=jnp.uint8, tiles=None):
     (zeros(m=64), {}, ["m=64", "128", "pad"]),
     (zeros(k=64), {}, ["k=64", "128", "pad"]),
     (zeros(m=0), {}, ["m=0"]),
+    (zeros(k=0), {}, ["k=0"]),
     (zeros()[:2] + zeros(k=512)[2:], {}, ["k=256", "512", "one size"]),
     (zeros(dtype=jnp.int8), {}, ["lhs_codes", "int8", "uint8", "bitcast"]),
     (zeros(tiles=(256, 16)), {}, ["rhs_scales", "[256, 16]", "tile_scales"]),
@@ -275,3 +276,18 @@ def test_what_cannot_be_multiplied_is_refused(arguments, options, words):
   with pytest.raises(ValueError, match="^block_scaled_matmul: ") as info:
     fp4.matmul(*arguments, **options)
   assert all(word in str(info.value) for word in words), info.value
+
+
+@pytest.mark.parametrize(
+  "options, words",
+  [
+    ({"tile_k": 0}, "tile_k has 0"),
+    ({"stages": 2.0}, "stages has 2.0"),
+    ({"width": True}, "width has True"),
+    ({"programs": -1}, "programs has -1"),
+    ({"minor": "k"}, "minor='k', needed 'm' or 'n'"),
+  ],
+)
+def test_configs_that_say_nothing_are_refused(options, words):
+  with pytest.raises(ValueError, match=f"block_scaled_matmul.Config: {words}"):
+    fp4.Config(**options)

@@ -6,7 +6,9 @@ rounding and data; what runs on a GPU is held to the same in test_gpu.py.
 """
 
 import dataclasses
+import math
 from pathlib import Path
+import re
 import subprocess
 import sys
 import types
@@ -471,8 +473,13 @@ def test_the_race_detector_finds_a_race():
       lambda x, o: product(config=matmul.Config(part=(8, 64))),
       ["8 x 64", "64 rows"],
     ),
-    (lambda x, o: matmul.Config(minor="x"), ["minor='x'", "'m', 'n'"]),
+    (
+      lambda x, o: product(config=matmul.Config(part=(64, 8))),
+      ["64 x 8", "16 columns"],  # of BF16, 16 bytes have no pattern
+    ),
+    (lambda x, o: matmul.Config(minor="x"), ["minor='x'", "'m' or 'n'"]),
     (lambda x, o: matmul.Config(tile_m=0), ["tile_m has 0"]),
+    (lambda x, o: matmul.Config(tile_k=64.0), ["tile_k has 64.0"]),
     (lambda x, o: matmul.Config(part=(64, -1)), ["part has -1"]),
     (
       lambda x, o: product(config=matmul.Config(tile_m=256, tile_n=512)),
@@ -641,6 +648,32 @@ def test_long_batches_are_launched_in_parts(monkeypatch):
   assert_same_bits(got.codes.codes, want.codes)
   values = kernels.decode(got.codes, interpret=True)
   assert_same_bits(values, want.decode())
+
+
+@pytest.mark.parametrize("batch, most", [(4, 4), (2, 2), (1, 1), (6, 6)])
+def test_long_vmaps_of_products_are_launched_in_parts(monkeypatch, batch, most):
+  """By a product of jax.numpy in the kernel's place, which shows its batch."""
+
+  def product(lhs, rhs, scales, **_):
+    return scales[0] * (lhs @ rhs.T)
+
+  monkeypatch.setattr(kernels.matmul_kernel, "matmul", product)
+  monkeypatch.setattr(kernels, "_BATCH", batch)
+  rng = np.random.default_rng(0)
+  lhs, rhs = rng.standard_normal((3, 2, 8, 4)), rng.standard_normal((2, 8, 4))
+  one = jnp.float32(1)
+
+  def call(lhs, rhs):
+    return kernels.multiply(lhs, rhs, (one, one), (-1, -1), jnp.float32)
+
+  over = jax.vmap(jax.vmap(call), (0, None))
+  np.testing.assert_allclose(
+    over(lhs, rhs), lhs @ np.swapaxes(rhs, 1, 2), rtol=1e-5
+  )
+  text = str(jax.make_jaxpr(over)(lhs, rhs))
+  shapes = re.findall(r"f32\[([\d,]+)\] = dot_general", text)
+  sizes = [math.prod(map(int, shape.split(","))) // 64 for shape in shapes]
+  assert max(sizes) == most
 
 
 @slow

@@ -5,6 +5,8 @@ the weights themselves are then not read; codes of another model or policy are
 refused.
 """
 
+import dataclasses
+
 from flax import linen as nn
 from flax import nnx
 import jax
@@ -15,6 +17,7 @@ import pytest
 
 import fp4jax
 from fp4jax import policies
+from fp4jax import recipes
 
 KEY = jax.random.key(3)
 X = jax.random.normal(jax.random.key(0), (64, 32))
@@ -148,7 +151,45 @@ def test_codes_of_something_else_are_refused():
   for codes in (other.weight_codes(w, X), {"a": 1}, {}):
     with pytest.raises(ValueError, match=r"needed those of.*weight_codes"):
       f(PARAMS, X, fp4_weights=codes)
-  with pytest.raises(ValueError, match="same shapes"):
+  with pytest.raises(ValueError, match=r"uint8\[.*needed arrays=.*uint8\["):
     other(w, X, fp4_weights=other.weight_codes(jnp.ones((32, 16)), X))
   with pytest.raises(ValueError, match="codes of weights"):
     f(PARAMS, X, fp4_weights=PARAMS["params"]["head"]["kernel"])
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    ({"four_over_six": True}, r"four_over_six=\[True.*needed.*=\[False"),
+    ({"scale_guard": 0.75}, r"scale_guard=\[0.75.*needed.*=\[1.0"),
+    ({"format": "nvfp4_fp8_exact"}, "format=.*fp8_exact.*needed"),
+  ],
+  ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_codes_of_another_recipe_are_refused(change, message):
+  """Whatever they are alike in: their shapes and dtypes are the same."""
+  recipe = recipes.nvfp4()
+  rhs = dataclasses.replace(recipe.fprop.rhs, **change)
+  other = dataclasses.replace(
+    recipe,
+    fprop=dataclasses.replace(recipe.fprop, rhs=rhs),
+    dgrad=dataclasses.replace(recipe.dgrad, rhs=rhs),
+  )
+  f, g = (
+    fp4jax.quantize(Net().apply, policies.all_linear(recipe=r))
+    for r in (recipe, other)
+  )
+  with pytest.raises(ValueError, match=message):
+    f(PARAMS, X, fp4_weights=g.weight_codes(PARAMS, X))
+
+
+def test_codes_of_another_backend_are_refused_by_name():
+  """On a CPU the reference joins what the kernels keep apart."""
+  model = lambda w, x: x @ w
+  w = jnp.ones((32, 8))
+  by_kernels = fp4jax.quantize(
+    model, policies.all_linear(), backend="pallas_interpret"
+  )
+  f = fp4jax.quantize(model, policies.all_linear(), backend="reference")
+  with pytest.raises(ValueError, match="layout=.*needed.*this backend"):
+    f(w, X, fp4_weights=by_kernels.weight_codes(w, X))
