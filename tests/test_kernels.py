@@ -217,6 +217,15 @@ def test_bits_of_special_operands(name, value):
   check(jnp.asarray(x), Operand(), Operand(rht=Rht(), rounding="sr"))
 
 
+@pytest.mark.parametrize(
+  "value", [1e-41, pytest.param(1e-36, marks=slow), pytest.param(0, marks=slow)]
+)
+def test_bits_of_tiny_operands_on_the_restricted_grid(value):
+  x = np.array(operand_data((32, 128)))
+  x = (x / np.abs(x).max() * value).astype(np.float32)
+  check(jnp.asarray(x), OPERANDS["exact_sr"])
+
+
 @slow
 def test_batch_elements_are_operands_of_their_own():
   x = (
@@ -237,6 +246,18 @@ def test_vmap_and_scan():
   assert_same_bits(jax.vmap(codes)(x), want)
   _, scanned = jax.lax.scan(lambda c, v: (c, codes(v)), 0, x)
   assert_same_bits(scanned, want)
+
+
+@pytest.mark.parametrize("place", [(3, 5), (111, 250)])
+def test_amax_of_programs_with_several_tiles(monkeypatch, place):
+  """Two rounds of four tiles, wherever the largest element lies."""
+  x = operand_data((112, 256), "bfloat16").at[place].set(-512)
+  params = compat.interpret_params()
+  want = amax.amax(x, signs=0xD7E8, interpret=params)
+  monkeypatch.setattr(amax, "PROGRAMS", 2)
+  got = amax.amax(x, signs=0xD7E8, interpret=params)
+  assert got[0] == 512
+  assert_same_bits(got[1], want[1])
 
 
 @pytest.mark.parametrize("signs", [None, 0xD7E8])

@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import re
 import sys
@@ -125,10 +127,12 @@ print("done")
 """
 
 
-def test_shards_give_the_numbers_of_one_device():
+@pytest.mark.parametrize("script", ["-c", "tests/sharded_kernels.py"])
+def test_shards_give_the_numbers_of_one_device(script):
+  """Of any function, and of the kernels' callers with twins in their place."""
   flags = "--xla_force_host_platform_device_count=8"
   done = subprocess.run(
-    [sys.executable, "-c", SCRIPT],
+    [sys.executable, script, *([SCRIPT] if script == "-c" else [])],
     env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     capture_output=True,
     text=True,
