@@ -17,13 +17,9 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from experiments.models import layers
+
 Array = jax.Array
-
-_INIT = nn.initializers.normal(0.02)
-
-# In the backward pass computed again from its input in ``dtype``: it would keep
-# three arrays of float32.
-RMSNorm = nn.remat(nn.RMSNorm)
 
 
 class Transformer(nn.Module):
@@ -68,14 +64,7 @@ class Transformer(nn.Module):
   @nn.compact
   def __call__(self, tokens: Array) -> Array:
     """Args: tokens, [b, t] int. Returns: logits, [b, t, vocab] float32."""
-    embed = nn.Embed(
-      self.vocab,
-      self.d,
-      embedding_init=_INIT,
-      dtype=self.dtype,
-      name="embed",
-    )
-    x = embed(tokens)
+    x = layers.embed(self.vocab, self.d, self.dtype)(tokens)
     block_class = Block
     if self.remat:
       block_class = nn.remat(
@@ -105,16 +94,8 @@ class Transformer(nn.Module):
     else:
       for i in range(self.layers):
         x = block(name=f"blocks_{i}")(x)
-    x = RMSNorm(dtype=self.dtype, name="norm")(x)
-    head = nn.Dense(
-      self.vocab,
-      use_bias=False,
-      kernel_init=_INIT,
-      dtype=self.dtype,
-      dot_general=_dot_general_f32,
-      name="lm_head",
-    )
-    return head(x)
+    x = layers.RMSNorm(dtype=self.dtype, name="norm")(x)
+    return layers.lm_head(self.vocab, self.dtype)(x)
 
 
 class Block(nn.Module):
@@ -133,9 +114,8 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
-    # Both branches end small, so that depth does not grow the residual stream.
-    out_init = nn.initializers.normal(0.02 / (2 * self.layers) ** 0.5)
-    feed_forward = FeedForward(
+    out_init = layers.out_init(2 * self.layers)
+    feed_forward = layers.FeedForward(
       hidden=self.ffn,
       activation=self.activation,
       out_init=out_init,
@@ -144,7 +124,7 @@ class Block(nn.Module):
       name="ffn",
     )
     if self.attention is not None:
-      attention = Attention(
+      attention = layers.Attention(
         heads=self.heads,
         kv_heads=self.kv_heads,
         qk_norm=self.qk_norm,
@@ -155,117 +135,12 @@ class Block(nn.Module):
         dot_general_cls=self.dot_general_cls,
         name="attention",
       )
-      x = x + attention(RMSNorm(dtype=self.dtype, name="attention_norm")(x))
-    return x + feed_forward(RMSNorm(dtype=self.dtype, name="ffn_norm")(x))
-
-
-class Attention(nn.Module):
-  """Causal grouped-query attention with rotary embeddings."""
-
-  heads: int
-  kv_heads: int
-  qk_norm: bool
-  rope_base: float
-  out_init: Any
-  dtype: Any
-  implementation: Literal["xla", "cudnn"]
-  dot_general_cls: Any = None
-
-  @nn.compact
-  def __call__(self, x: Array) -> Array:
-    b, t, d = x.shape
-    size = d // self.heads
-    dense = functools.partial(
-      nn.Dense,
-      use_bias=False,
-      kernel_init=_INIT,
-      dtype=self.dtype,
-      dot_general_cls=self.dot_general_cls,
+      x = x + attention(
+        layers.RMSNorm(dtype=self.dtype, name="attention_norm")(x)
+      )
+    return x + feed_forward(
+      layers.RMSNorm(dtype=self.dtype, name="ffn_norm")(x)
     )
-    q = dense(self.heads * size, name="q")(x).reshape(b, t, self.heads, size)
-    k = dense(self.kv_heads * size, name="k")(x)
-    v = dense(self.kv_heads * size, name="v")(x)
-    k = k.reshape(b, t, self.kv_heads, size)
-    v = v.reshape(b, t, self.kv_heads, size)
-    if self.qk_norm:
-      q = RMSNorm(dtype=self.dtype, name="q_norm")(q)
-      k = RMSNorm(dtype=self.dtype, name="k_norm")(k)
-    q, k = rotate(q, self.rope_base), rotate(k, self.rope_base)
-    y = jax.nn.dot_product_attention(
-      q, k, v, is_causal=True, implementation=self.implementation
-    )
-    out = dense(d, kernel_init=self.out_init, name="out")
-    return out(y.reshape(b, t, d))
-
-
-class FeedForward(nn.Module):
-  """down(relu(up(x))²), or down(silu(gate(x)) · up(x))."""
-
-  hidden: int
-  activation: str
-  out_init: Any
-  dtype: Any
-  dot_general_cls: Any = None
-
-  @nn.compact
-  def __call__(self, x: Array) -> Array:
-    dense = functools.partial(
-      nn.Dense,
-      use_bias=False,
-      kernel_init=_INIT,
-      dtype=self.dtype,
-      dot_general_cls=self.dot_general_cls,
-    )
-    h = dense(self.hidden, name="up")(x)
-    if self.activation == "swiglu":
-      h = _swiglu(dense(self.hidden, name="gate")(x), h)
-    else:
-      h = _squared_relu(h)
-    return dense(x.shape[-1], kernel_init=self.out_init, name="down")(h)
-
-
-@jax.checkpoint
-def _squared_relu(x: Array) -> Array:
-  return jnp.square(nn.relu(x))
-
-
-@jax.checkpoint
-def _swiglu(gate: Array, x: Array) -> Array:
-  return nn.silu(gate) * x
-
-
-def rotate(x: Array, base: float) -> Array:
-  """Rotary position embedding.
-
-  The pair (x_i, x_{i + size/2}) turns by the angle t · base^(-2i / size).
-
-  Args:
-    x: [b, t, heads, size] float, size % 2 == 0.
-    base: the slowest rotation's wavelength over 2π.
-
-  Returns:
-    [b, t, heads, size], dtype of ``x``; computed in float32.
-
-  References:
-    Su et al., "RoFormer", arXiv 2104.09864.
-  """
-  t, size = x.shape[1], x.shape[3]
-  frequency = base ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
-  angle = jnp.arange(t, dtype=jnp.float32)[:, None, None] * frequency
-  sin, cos = jnp.sin(angle), jnp.cos(angle)
-  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return rotated.astype(x.dtype)
-
-
-def _dot_general_f32(lhs, rhs, dimension_numbers, precision=None):
-  return jax.lax.dot_general(
-    lhs,
-    rhs,
-    dimension_numbers,
-    precision=precision,
-    preferred_element_type=jnp.float32,
-  )
 
 
 def from_config(config: ConfigDict) -> Transformer:

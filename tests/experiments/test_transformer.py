@@ -11,6 +11,7 @@ import pytest
 
 from experiments import recipe
 from experiments import state
+from experiments.models import layers
 from experiments.models import transformer
 import fp4jax
 from tests.experiments.helpers import make_config
@@ -97,8 +98,7 @@ def test_rotation_depends_on_distance_only_and_keeps_length():
   x = jax.random.normal(jax.random.key(0), (1, 1, 1, 16))
   y = jax.random.normal(jax.random.key(1), (1, 1, 1, 16))
   rotated_x, rotated_y = (
-    transformer.rotate(jnp.tile(v, (1, 40, 1, 1)), 100.0)[0, :, 0]
-    for v in (x, y)
+    layers.rotate(jnp.tile(v, (1, 40, 1, 1)), 100.0)[0, :, 0] for v in (x, y)
   )
   np.testing.assert_array_equal(rotated_x[0], x[0, 0, 0])
   products = rotated_x @ rotated_y.T
@@ -120,14 +120,14 @@ def test_rotation_is_the_published_one():
   angle = t * 50.0 ** (-2 * np.arange(3) / 6)
   z = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * angle)
   expected = np.concatenate([z.real, z.imag], axis=-1)
-  got = transformer.rotate(jnp.asarray(x, jnp.float32), 50.0)
+  got = layers.rotate(jnp.asarray(x, jnp.float32), 50.0)
   np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
 def test_feed_forward_is_its_formula(activation):
   x = jax.random.normal(jax.random.key(0), (1, 4, 8))
-  ffn = transformer.FeedForward(
+  ffn = layers.FeedForward(
     hidden=16,
     activation=activation,
     out_init=jax.nn.initializers.normal(1.0),
