@@ -23,21 +23,36 @@ def get_config() -> ConfigDict:
   config.policy.last = 1  # nemotron: and at the end
   config.policy.fraction = 0.15  # last_fraction: of the blocks, rounded up
 
-  # Each model reads the fields that it has.
+  # What all models read.
   config.model = ConfigDict()
-  config.model.name = "transformer"
-  config.model.layers = 6
+  config.model.name = "transformer"  # or "hybrid"
   config.model.d = 128
   config.model.heads = 4
   config.model.kv_heads = 2
   config.model.ffn = 512
-  config.model.activation = "relu2"  # or "swiglu"
-  config.model.qk_norm = True
-  config.model.rope_base = 10_000.0
   config.model.scan = False  # one scanned stack `blocks`, not blocks_0, ...
   config.model.remat = False  # recompute each block in the backward pass
   config.model.dtype = "bfloat16"  # of the arithmetic; parameters are float32
   config.model.attention = "xla"  # or "cudnn", on a GPU
+  # The Transformer alone; another model refuses changes of them.
+  config.model.layers = 6
+  config.model.activation = "relu2"  # or "swiglu"
+  config.model.qk_norm = True
+  config.model.rope_base = 10_000.0
+  # The hybrid alone, likewise. A letter a block: M Mamba-2, * attention,
+  # - feed-forward, E mixture of experts.
+  config.model.pattern = "M-M*-"
+  config.model.repeat = 1  # of the pattern; the scanned stack repeats it
+  config.model.mamba_head = 64  # size of a head
+  config.model.mamba_state = 64
+  config.model.mamba_groups = 1  # of heads
+  config.model.mamba_conv = 4  # inputs that the convolution sees
+  config.model.mamba_chunk = 128  # steps of the scan's chunks; same function
+  config.model.mamba_expand = 2  # inner width over d
+  config.model.experts = 8
+  config.model.experts_per_token = 2
+  config.model.expert_ffn = 256
+  config.model.balance = 0.01  # coefficient of the experts' balance loss
 
   config.data = ConfigDict()
   config.data.path = ""  # file or folder; "" is Python's standard library

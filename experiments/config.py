@@ -12,6 +12,7 @@ from configs import base
 from experiments import errors
 from experiments import files
 from experiments import models
+from experiments.models import hybrid
 
 _PACKAGES = (
   "fp4jax",
@@ -25,8 +26,36 @@ _PACKAGES = (
   "numpy",
 )
 
+# Fields of ``config.model`` that one model alone reads.
+_OWN_FIELDS = {
+  "transformer": ("layers", "activation", "qk_norm", "rope_base"),
+  "hybrid": (
+    "pattern",
+    "repeat",
+    "mamba_head",
+    "mamba_state",
+    "mamba_groups",
+    "mamba_conv",
+    "mamba_chunk",
+    "mamba_expand",
+    "experts",
+    "experts_per_token",
+    "expert_ffn",
+    "balance",
+  ),
+}
 _POSITIVE = (
   "model.layers",
+  "model.repeat",
+  "model.mamba_head",
+  "model.mamba_state",
+  "model.mamba_groups",
+  "model.mamba_conv",
+  "model.mamba_chunk",
+  "model.mamba_expand",
+  "model.experts",
+  "model.experts_per_token",
+  "model.expert_ffn",
   "model.d",
   "model.heads",
   "model.kv_heads",
@@ -145,11 +174,7 @@ def check(config: ConfigDict) -> None:
         f"config.{name}={value(name)} is no multiple of"
         f" config.{divisor}={value(divisor)}; change one of them."
       )
-  if config.model.d // config.model.heads % 2:
-    raise errors.UserError(
-      f"config.model.d={config.model.d} gives {config.model.heads} heads an"
-      " odd size, which RoPE cannot rotate; change one of them."
-    )
+  _check_model(config.model)
   if not config.data.validation_fraction:
     raise errors.UserError(
       "config.data.validation_fraction=0.0 leaves no text to validate on;"
@@ -169,6 +194,64 @@ def check(config: ConfigDict) -> None:
   if not 0 <= config.seed < 2**32:
     raise errors.UserError(
       f"config.seed={config.seed}; needed at least 0 and below 2**32."
+    )
+
+
+def _check_model(model: ConfigDict) -> None:
+  """Raises ``UserError`` for fields that do not make the named model."""
+  usual = base.get_config().model
+  for owner, fields in _OWN_FIELDS.items():
+    changed = [name for name in fields if model[name] != usual[name]]
+    if owner != model.name and changed:
+      name = changed[0]
+      raise errors.UserError(
+        f"config.model.{name}={model[name]!r} is a field of the model"
+        f" {owner!r}, and config.model.name={model.name!r} reads none such;"
+        f" leave it at {usual[name]!r}, or set config.model.name={owner!r}."
+      )
+  if model.name == "hybrid":
+    _check_hybrid(model)
+  elif model.d // model.heads % 2:
+    raise errors.UserError(
+      f"config.model.d={model.d} gives {model.heads} heads an odd size, which"
+      " RoPE cannot rotate; change one of them."
+    )
+
+
+def _check_hybrid(model: ConfigDict) -> None:
+  unknown = [x for x in model.pattern if x not in hybrid.MIXERS]
+  if unknown or not model.pattern:
+    mixers = ", ".join(f"{x} ({name})" for x, name in hybrid.MIXERS.items())
+    got = f" has the letter {unknown[0]!r}" if unknown else " is empty"
+    raise errors.UserError(
+      f"config.model.pattern={model.pattern!r}{got}; needed one letter a"
+      f" block, of {mixers}, as 'M-M*-'."
+    )
+  inner = model.mamba_expand * model.d
+  width = (
+    f"an inner width of config.model.mamba_expand={model.mamba_expand} times"
+    f" config.model.d={model.d}, {inner}"
+  )
+  if inner % model.mamba_head:
+    raise errors.UserError(
+      f"config.model.mamba_head={model.mamba_head} does not divide {width};"
+      " needed a divisor of it, change one of them."
+    )
+  heads = inner // model.mamba_head
+  if heads % model.mamba_groups:
+    raise errors.UserError(
+      f"config.model.mamba_groups={model.mamba_groups} does not divide"
+      f" Mamba's {heads} heads of config.model.mamba_head={model.mamba_head} in"
+      f" {width}; needed a divisor, change one of them."
+    )
+  if model.experts_per_token > model.experts:
+    raise errors.UserError(
+      f"config.model.experts_per_token={model.experts_per_token} is more than"
+      f" config.model.experts={model.experts}; lower it, or raise the other."
+    )
+  if model.balance < 0:
+    raise errors.UserError(
+      f"config.model.balance={model.balance}; needed at least 0, as 0.01."
     )
 
 

@@ -1,6 +1,7 @@
 """From a configuration to a policy, and from a model to a quantised one."""
 
 from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 from flax import linen as nn
@@ -50,28 +51,41 @@ def check(config: ConfigDict) -> None:
     )
 
 
+# A router decides with small differences, and costs nothing.
+_ROUTERS = fp4jax.Rule(
+  path="**/router/**", recipe=None, optional=True, name="routers"
+)
+
+
 def make_policy(config: ConfigDict) -> fp4jax.Policy | None:
-  """The policy of a configuration; None leaves the model untransformed."""
+  """The policy of a configuration; None leaves the model untransformed.
+
+  Routers of experts stay as written, whatever the policy says of the rest.
+  """
   check(config)
   if config.recipe == NONE:
     return None
   recipe = RECIPES[config.recipe]()
   try:
-    return POLICIES[config.policy.name](recipe, config.policy)
+    policy = POLICIES[config.policy.name](recipe, config.policy)
   except ValueError as error:
     raise errors.UserError(f"config.policy: {error}") from error
+  if policy.default is None:
+    return policy
+  return dataclasses.replace(policy, rules=(_ROUTERS, *policy.rules))
 
 
 def quantised(model: nn.Module, config: ConfigDict) -> Callable:
   """``model.apply`` under the configuration's policy.
 
   Returns:
-    f(variables, tokens, fp4_key=None) → logits, for every recipe alike.
+    f(variables, tokens, fp4_key=None) → logits, for every recipe alike; it
+    takes ``model.apply``'s keyword arguments too.
   """
   policy = make_policy(config)
   if policy is None:
-    return lambda variables, tokens, fp4_key=None: model.apply(
-      variables, tokens
+    return lambda variables, tokens, fp4_key=None, **kwargs: model.apply(
+      variables, tokens, **kwargs
     )
   return fp4jax.quantize(model.apply, policy)
 

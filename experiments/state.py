@@ -65,22 +65,41 @@ class TokenLoss:
 
   Attributes:
     apply: the model, as ``recipe.quantised`` gives it.
+    auxiliary: whether the model sows losses and these count, as in training;
+      without, the loss is the cross-entropy alone.
   """
 
   apply: Callable
+  auxiliary: bool = False
 
   def __call__(self, params, tokens, key=None, weights=None):
     """``weights`` are what ``weight_codes`` gave, or None."""
+    return self.with_parts(params, tokens, key, weights)[0]
+
+  def with_parts(self, params, tokens, key=None, weights=None):
+    """The loss, and the parts that it is a sum of if there are several."""
     given = {} if weights is None else {"fp4_weights": weights}
     variables, inputs = {"params": params}, tokens[:, :-1]
-    logits = self.apply(variables, inputs, fp4_key=key, **given)
-    return cross_entropy(logits, tokens[:, 1:])
+    out = self.apply(variables, inputs, fp4_key=key, **given, **self._mutable)
+    if not self.auxiliary:
+      return cross_entropy(out, tokens[:, 1:]), {}
+    logits, sown = out
+    loss = cross_entropy(logits, tokens[:, 1:])
+    # Under scan a leaf holds the losses of all layers.
+    auxiliary = sum(map(jnp.sum, jax.tree.leaves(sown["losses"])))
+    parts = {"loss": loss, "auxiliary_loss": auxiliary}
+    return loss + auxiliary, parts
+
+  @property
+  def _mutable(self) -> dict:
+    return {"mutable": ["losses"]} if self.auxiliary else {}
 
   def weight_codes(self, params, tokens):
     """The weights quantised once; None for a model as written."""
     if not isinstance(self.apply, fp4jax.Quantized):
       return None
-    return self.apply.weight_codes({"params": params}, tokens[:, :-1])
+    variables, inputs = {"params": params}, tokens[:, :-1]
+    return self.apply.weight_codes(variables, inputs, **self._mutable)
 
 
 def make_schedule(optimizer: ConfigDict, steps: int) -> optax.Schedule:
@@ -154,7 +173,15 @@ def initialise(
 def gradients(
   loss: Loss, params: Any, tokens: Array, key: Array, accumulate: int
 ) -> tuple[Array, Any]:
-  """The mean loss and gradient over micro-batches, in float32.
+  """The loss and the gradient of ``gradients_with_parts``."""
+  value, _, grads = gradients_with_parts(loss, params, tokens, key, accumulate)
+  return value, grads
+
+
+def gradients_with_parts(
+  loss: Loss, params: Any, tokens: Array, key: Array, accumulate: int
+) -> tuple[Array, dict[str, Array], Any]:
+  """The mean loss, its parts and gradient over micro-batches, in float32.
 
   Args:
     loss: of parameters, tokens and key.
@@ -165,16 +192,22 @@ def gradients(
       of them, where the loss is a ``TokenLoss``.
 
   Returns:
-    The loss and the gradient, as if of one batch.
+    The loss, what ``TokenLoss.with_parts`` says that it consists of, and the
+    gradient, as if of one batch.
   """
   micro = tokens.reshape(accumulate, -1, tokens.shape[-1])
-  if accumulate > 1 and isinstance(loss, TokenLoss):
-    weights = loss.weight_codes(params, micro[0])
-    loss = functools.partial(loss, weights=weights)
+  with_parts: Callable = lambda *args: (loss(*args), {})
+  names: tuple[str, ...] = ()
+  if isinstance(loss, TokenLoss):
+    with_parts = loss.with_parts
+    names = ("loss", "auxiliary_loss") if loss.auxiliary else ()
+    if accumulate > 1:
+      weights = loss.weight_codes(params, micro[0])
+      with_parts = functools.partial(with_parts, weights=weights)
 
   def add(total, inputs):
     tokens, index = inputs
-    found = jax.value_and_grad(loss)(
+    found = jax.value_and_grad(with_parts, has_aux=True)(
       params, tokens, jax.random.fold_in(key, index)
     )
     added = jax.tree.map(
@@ -182,14 +215,17 @@ def gradients(
     )
     return added, None
 
+  parts = dict.fromkeys(names, jnp.float32(0))
   zero = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, jnp.float32), (jnp.float32(0), params)
+    lambda x: jnp.zeros(x.shape, jnp.float32),
+    ((jnp.float32(0), parts), params),
   )
   if accumulate == 1:
     total, _ = add(zero, (micro[0], 0))
   else:
     total, _ = jax.lax.scan(add, zero, (micro, jnp.arange(accumulate)))
-  return total
+  (value, parts), grads = total
+  return value, parts, grads
 
 
 def make_train_step(
@@ -200,11 +236,17 @@ def make_train_step(
   seed: int,
   accumulate: int,
 ) -> Callable[[State, Array], tuple[State, dict[str, Array]]]:
-  """A step: state and tokens [accumulate · b, t + 1] to state and metrics."""
+  """A step: state and tokens [accumulate · b, t + 1] to state and metrics.
+
+  Where the model sows losses, the metric "loss" is the cross-entropy, and the
+  step follows its sum with "auxiliary_loss".
+  """
 
   def train_step(state, tokens):
     key = jax.random.fold_in(make_key(seed), state.step)
-    value, grads = gradients(loss, state.params, tokens, key, accumulate)
+    value, parts, grads = gradients_with_parts(
+      loss, state.params, tokens, key, accumulate
+    )
     norm = optax.tree.norm(grads)
     # One number decides for the whole tree: a loss or a norm that is not finite
     # spoils every gradient, and the optimizer then refuses them all.
@@ -220,6 +262,7 @@ def make_train_step(
       "skipped_steps": skipped,
       "skipped_in_a_row": opt_state.notfinite_count,
     }
+    metrics |= parts
     return State(state.step + 1, params, opt_state), metrics
 
   return train_step

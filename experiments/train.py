@@ -80,6 +80,7 @@ class Experiment:
   config: ConfigDict
   apply: Callable
   loss: state_lib.Loss
+  validation_loss: state_lib.Loss
   initialise: Callable[[], state_lib.State]
   train_step: Callable
   tokens: jax.ShapeDtypeStruct
@@ -117,13 +118,14 @@ def make_experiment(config: ConfigDict) -> Experiment:
   config_lib.check(config)
   model = models.from_config(config)
   apply = recipe.quantised(model, config)
-  loss = state_lib.TokenLoss(apply)
+  loss = state_lib.TokenLoss(apply, auxiliary=model.auxiliary)
   schedule = state_lib.make_schedule(config.optimizer, config.train.steps)
   optimizer = state_lib.make_optimizer(config.optimizer, schedule)
   return Experiment(
     config=config,
     apply=apply,
     loss=loss,
+    validation_loss=state_lib.TokenLoss(apply),
     initialise=functools.partial(
       state_lib.initialise,
       model,
@@ -241,7 +243,7 @@ def _train(
   config, train = experiment.config, experiment.config.train
   batches = data.training_batches(config, corpus)
   held_out = data.validation_batches(config, corpus)
-  validation_loss = jax.jit(experiment.loss)
+  validation_loss = jax.jit(experiment.validation_loss)
 
   def evaluate(params):
     losses = [float(validation_loss(params, tokens)) for tokens in held_out]

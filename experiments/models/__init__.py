@@ -1,7 +1,8 @@
 """Models that experiments train.
 
-Each module here has a ``from_config(config)`` that gives a linen module, whose
-``apply`` takes what the runner's loss passes to it.
+Each model has a module here, whose ``from_config(config)`` gives a linen module
+that computes logits of tokens. Its ``auxiliary`` says whether it also sows
+terms of the training loss into the collection "losses".
 """
 
 import importlib
@@ -9,7 +10,7 @@ import importlib
 from flax import linen as nn
 from ml_collections import ConfigDict
 
-NAMES = ("transformer",)
+NAMES = ("transformer", "hybrid")
 """What ``config.model.name`` may be: modules of this package."""
 
 

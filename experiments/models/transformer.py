@@ -61,6 +61,11 @@ class Transformer(nn.Module):
   remat_policy: Callable[..., bool] | None = None
   dot_general_cls: Any = None
 
+  @property
+  def auxiliary(self) -> bool:
+    """Whether a call sows losses."""
+    return False
+
   @nn.compact
   def __call__(self, tokens: Array) -> Array:
     """Args: tokens, [b, t] int. Returns: logits, [b, t, vocab] float32."""
