@@ -18,7 +18,7 @@ from configs import base
 
 
 def get_config():
-  """28 Mamba-2, 28 feed-forward, 6 attention; the first 2 and last 8 in BF16."""
+  """28 Mamba-2, 28 feed-forward, 6 attention; first 2 and last 8 in BF16."""
   config = base.get_config()
   config.policy.first = 2
   config.policy.last = 8
