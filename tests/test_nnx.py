@@ -280,8 +280,15 @@ def test_state_outside_of_modules_arrives_too(wrap, shared):
     ys = [f(model, X, **state) for _ in range(3)]
     sides.append((ys, values(nnx.state([model, state]))))
   (got, got_state), (expected, expected_state) = sides
-  assert same(got, expected)
-  assert same(got_state, expected_state)
+  assert same([y == 0 for y in got], [y == 0 for y in expected])
+  # Not bits: NNX, not jitted, compiles some operations together that run one by
+  # one in a quantised function.
+  for a, b in zip(
+    jax.tree.leaves((got, got_state)),
+    jax.tree.leaves((expected, expected_state)),
+    strict=True,
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
   masks = [np.asarray(y == 0) for y in got]
   assert not np.array_equal(masks[0], masks[1])
   assert not np.array_equal(masks[1], masks[2])
