@@ -60,7 +60,7 @@ def test_chunked_scan_is_the_recurrence_in_float32(t, chunk):
   np.testing.assert_allclose(got, _recurrence(*args), rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_are_the_recurrence_s():
+def test_gradients_are_those_of_the_recurrence():
   with jax.enable_x64(True):
     args = [jnp.asarray(v) for v in _inputs(7)]
     cotangent = jnp.asarray(np.random.default_rng(1).normal(size=(2, 7, 4, 3)))
