@@ -5,6 +5,7 @@ tokens, the order. Tokens are cached under a hash of the text and the settings.
 """
 
 import codecs
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -193,7 +194,7 @@ def split(
   return [d.text[:cut] for d, cut in pairs], [d.text[cut:] for d, cut in pairs]
 
 
-def train_tokenizer(texts: Sequence[str], vocab: int) -> tokenizers.Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab: int) -> tokenizers.Tokenizer:
   """Byte-level BPE: every text has tokens, every token has bytes."""
   tokenizer = tokenizers.Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -210,7 +211,7 @@ def train_tokenizer(texts: Sequence[str], vocab: int) -> tokenizers.Tokenizer:
   return tokenizer
 
 
-def _pieces(texts: Sequence[str]) -> Iterator[str]:
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
   for text in texts:
     for start in range(0, len(text), _PIECE):
       yield text[start : start + _PIECE]
