@@ -55,11 +55,13 @@ def get_config() -> ConfigDict:
   config.model.balance = 0.01  # coefficient of the experts' balance loss
 
   config.data = ConfigDict()
-  config.data.path = ""  # file or folder; "" is Python's standard library
-  config.data.max_bytes = 16_000_000
+  # A file or folder of text, "" for Python's standard library; or a folder of
+  # experiments.build_corpus; or "markov:", a chain of experiments.synthetic.
+  config.data.path = ""
+  config.data.max_bytes = 16_000_000  # of text; the others do not read it
   config.data.vocab = 1024
   config.data.sequence = 128
-  config.data.validation_fraction = 0.05
+  config.data.validation_fraction = 0.05  # a built folder has its own
   config.data.cache = ""  # of tokens; "" is a folder in the workdir
 
   config.optimizer = ConfigDict()

@@ -12,6 +12,7 @@ from configs import base
 from experiments import errors
 from experiments import files
 from experiments import models
+from experiments import synthetic
 from experiments.models import hybrid
 
 _PACKAGES = (
@@ -180,7 +181,9 @@ def check(config: ConfigDict) -> None:
       "config.data.validation_fraction=0.0 leaves no text to validate on;"
       " needed more than 0, as 0.05."
     )
-  if config.data.vocab < SMALLEST_VOCABULARY:
+  if synthetic.is_chain(config.data.path):
+    synthetic.parse(config.data.path, config.data.vocab)
+  elif config.data.vocab < SMALLEST_VOCABULARY:
     raise errors.UserError(
       f"config.data.vocab={config.data.vocab} is too small; needed at least"
       f" {SMALLEST_VOCABULARY}: 256 bytes and the mark between documents."
@@ -312,7 +315,7 @@ def check_text(config: ConfigDict, text: dict, workdir: Path) -> None:
 
   Args:
     config: this experiment.
-    text: ``Text.identity`` of its text now.
+    text: ``identity`` of its text or corpus now.
     workdir: its folder, which need not exist.
   """
   path = workdir / "config.json"
@@ -330,10 +333,8 @@ def check_text(config: ConfigDict, text: dict, workdir: Path) -> None:
 
 
 def _size(text: dict) -> str:
-  return (
-    f"{text['documents']} documents, {text['characters']:,} characters (hash"
-    f" {text['hash']})"
-  )
+  sizes = [f"{size:,} {of}" for of, size in text.items() if of != "hash"]
+  return f"{', '.join(sizes)} (hash {text['hash']})"
 
 
 def _get(value, name):

@@ -1,10 +1,13 @@
-"""Real text: documents, byte-level BPE, and resumable batches.
+"""What a model reads: documents, byte-level BPE, and resumable batches.
 
 Everything follows from the text, the configuration and the seed: the split, the
 tokens, the order. Tokens are cached under a hash of the text and the settings.
+``config.data.path`` may also be a folder of ``experiments.build_corpus``, whose
+tokens are read as they are, or a chain of ``experiments.synthetic``.
 """
 
 import codecs
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -22,12 +25,15 @@ from tokenizers import models
 from tokenizers import pre_tokenizers
 from tokenizers import trainers
 
+from experiments import corpus_folder
 from experiments import errors
 from experiments import files
+from experiments import synthetic
 
 END = "<|end|>"  # the token between documents
 _FORMAT = 1  # of the cache
 _PIECE = 1 << 18  # characters tokenised at once
+_COUNTED = 1 << 22  # tokens counted at once: bincount makes them int64
 # Not part of every installation, or not text that people wrote.
 _LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "__pycache__")
 
@@ -52,7 +58,8 @@ class Corpus:
       ignores the context cannot go below.
     documents: number of documents.
     skipped: files that hold no text.
-    identity: of its ``Text``.
+    identity: what tells it from another, as JSON reads it back.
+    entropy_rate: nats a token, what no model goes below, where it is known.
   """
 
   train: np.ndarray
@@ -62,6 +69,7 @@ class Corpus:
   documents: int
   skipped: tuple[str, ...]
   identity: dict
+  entropy_rate: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +201,7 @@ def split(
   return [d.text[:cut] for d, cut in pairs], [d.text[cut:] for d, cut in pairs]
 
 
-def train_tokenizer(texts: Sequence[str], vocab: int) -> tokenizers.Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab: int) -> tokenizers.Tokenizer:
   """Byte-level BPE: every text has tokens, every token has bytes."""
   tokenizer = tokenizers.Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -210,7 +218,7 @@ def train_tokenizer(texts: Sequence[str], vocab: int) -> tokenizers.Tokenizer:
   return tokenizer
 
 
-def _pieces(texts: Sequence[str]) -> Iterator[str]:
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
   for text in texts:
     for start in range(0, len(text), _PIECE):
       yield text[start : start + _PIECE]
@@ -236,20 +244,74 @@ def unigram_entropy(tokens: np.ndarray) -> float:
   >>> round(unigram_entropy(np.array([0, 0, 1, 1])), 4)
   0.6931
   """
-  counts = np.bincount(tokens)
+  most = int(tokens.max()) + 1
+  counts = np.zeros(most, np.int64)
+  for start in range(0, len(tokens), _COUNTED):
+    counts += np.bincount(tokens[start : start + _COUNTED], minlength=most)
   p = counts[counts > 0] / len(tokens)
   return float(-np.sum(p * np.log(p)))
 
 
-def read(config: ConfigDict) -> Text:
-  """The text of a configuration; raises ``UserError`` if there is none."""
+def read(config: ConfigDict) -> Text | Corpus:
+  """The text of a configuration, or its corpus where the tokens are there.
+
+  Raises:
+    UserError: there is none, or it cannot be used.
+  """
+  if synthetic.is_chain(config.data.path):
+    return _chain(config)
+  if corpus_folder.holds(config.data.path):
+    return _built(config)
   documents, skipped = read_documents(config.data.path, config.data.max_bytes)
   key = _key(documents, config.data)
   return Text(documents=tuple(documents), skipped=tuple(skipped), hash=key)
 
 
+def _built(config: ConfigDict) -> Corpus:
+  """The corpus of a folder that ``experiments.build_corpus`` wrote."""
+  built = corpus_folder.read(config.data.path, config.data.vocab)
+  parts = built.record["parts"].values()
+  documents = sum(part["documents"] for part in parts)
+  return Corpus(
+    train=built.train,
+    validation=built.validation,
+    tokenizer=built.tokenizer,
+    unigram_entropy=unigram_entropy(built.train),
+    documents=documents,
+    skipped=(),
+    identity={
+      "hash": built.hash,
+      "documents": documents,
+      "tokens": len(built.train) + len(built.validation),
+    },
+  )
+
+
+def _chain(config: ConfigDict) -> Corpus:
+  """The corpus of a Markov chain; its parts are independent of each other."""
+  chain = synthetic.parse(config.data.path, config.data.vocab)
+  fraction = config.data.validation_fraction
+  train = chain.sample(chain.tokens, 0)
+  validation = chain.sample(max(1, round(fraction * chain.tokens)), 1)
+  digest = hashlib.sha256(train.tobytes() + validation.tobytes())
+  return Corpus(
+    train=train,
+    validation=validation,
+    tokenizer=chain.tokenizer(),
+    unigram_entropy=unigram_entropy(train),
+    documents=2,
+    skipped=(),
+    identity={
+      "hash": digest.hexdigest()[:16],
+      "documents": 2,
+      "tokens": len(train) + len(validation),
+    },
+    entropy_rate=chain.entropy,
+  )
+
+
 def prepare(
-  config: ConfigDict, cache: Path, text: Text | None = None
+  config: ConfigDict, cache: Path, text: Text | Corpus | None = None
 ) -> Corpus:
   """The corpus of a configuration, from the cache if it is there.
 
@@ -267,6 +329,10 @@ def prepare(
   files.require_folder(cache, "config.data.cache")
   check_apart(config.data.path, cache, "config.data.cache")
   text = text or read(config)
+  if isinstance(text, Corpus):
+    _check_length(config, text.train, "training")
+    _check_length(config, text.validation, "validation")
+    return text
   folder = cache / text.hash
   if folder.is_dir():
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

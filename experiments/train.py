@@ -382,6 +382,10 @@ def _describe(experiment: Experiment, corpus: data.Corpus) -> str:
     f" {len(corpus.validation):,} validation tokens, unigram entropy"
     f" {corpus.unigram_entropy:.4f} nats",
   ]
+  if corpus.entropy_rate is not None:
+    lines.append(
+      f"entropy rate {corpus.entropy_rate:.4f} nats, which no model goes below"
+    )
   if corpus.skipped:
     shown = ", ".join(corpus.skipped[:5])
     more = ", ..." if len(corpus.skipped) > 5 else ""
