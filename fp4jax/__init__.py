@@ -20,6 +20,7 @@ from fp4jax.recipes import Gemm as Gemm
 from fp4jax.recipes import Operand as Operand
 from fp4jax.recipes import Recipe as Recipe
 from fp4jax.recipes import Rht as Rht
+from fp4jax.schedule import Schedule as Schedule
 from fp4jax.transform import Quantized as Quantized
 from fp4jax.transform import coverage as coverage
 from fp4jax.transform import quantize as quantize
