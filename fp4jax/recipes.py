@@ -17,22 +17,23 @@ from typing import Literal
 from fp4jax import errors
 from fp4jax import formats
 
-Rounding = Literal["rne", "sr"]
+Rounding = Literal["rne", "sr", "eden"]
 GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rht:
-  """Random Hadamard transform: group size and fixed sign vector.
+  """Random Hadamard transform: group size and sign vector.
 
   Attributes:
     size: elements a group, a power of two from 2 to 128.
     signs: bit i set means sign -1 of element i; 16 bits, repeated over longer
-      groups.
+      groups. None draws all signs from the key: others for each GEMM, layer
+      and call, the same for both operands.
   """
 
   size: int = 16
-  signs: int = 0xD7E8
+  signs: int | None = 0xD7E8
 
   def __post_init__(self):
     if self.size not in (2, 4, 8, 16, 32, 64, 128):
@@ -40,7 +41,7 @@ class Rht:
         f"Rht: size={self.size!r} is no power of two from 2 to 128; the"
         " paper's is 16."
       )
-    if not 0 <= self.signs < 1 << 16:
+    if self.signs is not None and not 0 <= self.signs < 1 << 16:
       raise ValueError(
         f"Rht: signs={self.signs!r} has more than 16 bits; the default is"
         " 0xD7E8."
@@ -55,13 +56,19 @@ class Operand:
     format: a name in ``fp4jax.formats.FORMATS``.
     block: rows and contraction elements that share a block scale, (1, b) or
       (b, b) with the format's b; ignored by formats without blocks.
-    rounding: "rne" (nearest, ties to even) or "sr" (stochastic).
+    rounding: "rne" (nearest, ties to even), "sr" (stochastic), or "eden":
+      nearest codes, and each block's correction ⟨x, x⟩ / ⟨x, Q(x)⟩ in its
+      scale, which is rounded stochastically (nvfp4 of 1x16 blocks only).
     rht: the rotation along the contraction axis before quantising, or None.
       Both operands of a GEMM must agree.
     scale_guard: fraction of the largest code that a block's amax maps to;
       16/17 makes stochastic rounding unbiased.
     four_over_six: per block the better of amax→6 and amax→4 (RNE only).
     sr_bits: random bits an element, 16 or 8 (Blackwell's ``cvt.rs``).
+    row_scale: whether every row, all of its contraction, has a tensor scale of
+      its own. NaN or Inf then spoils its row of the GEMM's result alone. Blocks
+      must not span rows. The reference backend alone computes it, and not in
+      ``ragged_dot`` nor inside ``shard_map``.
   """
 
   format: str = "nvfp4"
@@ -71,6 +78,7 @@ class Operand:
   scale_guard: float = 1.0
   four_over_six: bool = False
   sr_bits: int = 16
+  row_scale: bool = False
 
   def __post_init__(self):
     known = isinstance(self.format, str) and self.format in formats.FORMATS
@@ -100,14 +108,14 @@ class Operand:
         f"Operand: four_over_six={errors.shown(self.four_over_six)}; use True"
         " or False."
       )
-    if self.rounding not in ("rne", "sr"):
+    if self.rounding not in ("rne", "sr", "eden"):
       raise ValueError(
-        f"Operand: rounding={self.rounding!r}; use 'rne' or 'sr'."
+        f"Operand: rounding={self.rounding!r}; use 'rne', 'sr' or 'eden'."
       )
-    if self.four_over_six and self.rounding == "sr":
+    if self.four_over_six and self.rounding != "rne":
       raise ValueError(
-        "Operand: four_over_six=True with rounding='sr' would bias the"
-        " gradient; choose one of them."
+        f"Operand: four_over_six=True with rounding={self.rounding!r} would"
+        " bias the gradient; choose one of them."
       )
     if self.four_over_six and not self.format.startswith("nvfp4"):
       raise ValueError(
@@ -132,6 +140,41 @@ class Operand:
       )
     if self.sr_bits not in (8, 16):
       raise ValueError(f"Operand: sr_bits={self.sr_bits!r}; use 16 or 8.")
+    if self.rounding == "eden":
+      self._check_eden()
+    if not isinstance(self.row_scale, bool):
+      raise ValueError(
+        f"Operand: row_scale={errors.shown(self.row_scale)}; use True or False."
+      )
+    if self.row_scale and formats.FORMATS[self.format].scale == "e8m0":
+      raise ValueError(
+        f"Operand: row_scale=True with format={self.format!r}, which has no"
+        " tensor scale; leave it out."
+      )
+    if self.row_scale and self.block[0] != 1:
+      raise ValueError(
+        f"Operand: row_scale=True with block={self.block!r}, whose rows share"
+        f" block scales; use block=(1, {self.block[1]})."
+      )
+
+  def _check_eden(self):
+    """Raises ValueError for what EDEN is not defined for."""
+    if self.format != "nvfp4" or self.block != (1, 16):
+      raise ValueError(
+        f"Operand: rounding='eden' with format={self.format!r} and"
+        f" block={self.block!r}; it is defined for nvfp4 with block=(1, 16)."
+      )
+    if self.rht is None:
+      raise ValueError(
+        "Operand: rounding='eden' with rht=None, whose correction would be a"
+        " bias: it is unbiased over random rotations; use rht=Rht(size=128,"
+        " signs=None)."
+      )
+    if self.sr_bits != 16:
+      raise ValueError(
+        f"Operand: rounding='eden' with sr_bits={self.sr_bits!r}; it is defined"
+        " for 16."
+      )
 
   @property
   def transposable(self) -> bool:
@@ -140,7 +183,14 @@ class Operand:
       self.block[0] == self.block[1]
       or formats.FORMATS[self.format].block is None
     )
-    return square and self.rht is None and self.rounding == "rne"
+    plain = self.rht is None and self.rounding == "rne"
+    return square and plain and not self.row_scale
+
+  @property
+  def stochastic(self) -> bool:
+    """Whether quantising needs a key."""
+    keyed = self.rht is not None and self.rht.signs is None
+    return keyed or self.rounding != "rne"
 
   def __str__(self):
     text = self.format
@@ -148,10 +198,13 @@ class Operand:
       text += f" {self.block[0]}x{self.block[1]}"
     if self.rht:
       text += " rht" if self.rht.size == 16 else f" rht{self.rht.size}"
-    if self.rounding == "sr":
-      text += " sr"
+      text += " keyed" if self.rht.signs is None else ""
+    if self.rounding != "rne":
+      text += f" {self.rounding}"
     if self.four_over_six:
       text += " 4/6"
+    if self.row_scale:
+      text += " row"
     return text
 
 
@@ -209,7 +262,7 @@ class Recipe:
       name
       for name in GEMMS
       if (gemm := getattr(self, name))
-      and "sr" in (gemm.lhs.rounding, gemm.rhs.rounding)
+      and (gemm.lhs.stochastic or gemm.rhs.stochastic)
     )
 
 
