@@ -318,6 +318,26 @@ def test_ms_eden_is_unbiased(distribution):
   assert abs(common.mean()) < 4 * spread, (common.mean(), spread)
 
 
+def test_drawn_signs_are_fair_and_differ():
+  """128 of each stream: half of them -1, and no two streams' alike (within 6
+  standard errors: other keys, sites, operands and iterations of a loop)."""
+  rht = Rht(size=128, signs=None)
+  *streams, keys = (v.ravel() for v in np.indices((4, 6, 4, 2), np.uint32))
+
+  @jax.jit
+  @jax.vmap
+  def draw(site, operand, loop, key):
+    key = jax.random.key(key)
+    stream = rounding.site_stream(key, site, operand, loop)
+    return hadamard.signs(rht, stream)
+
+  drawn = np.asarray(draw(*streams, keys))
+  assert set(np.unique(drawn)) == {-1, 1}
+  assert abs(drawn.mean()) < 4 / np.sqrt(drawn.size)
+  alike = drawn @ drawn.T / 128 - np.eye(len(drawn))
+  assert abs(alike).max() < 6 / np.sqrt(128)
+
+
 def three_gemms(recipe, x, w, g, key):
   product = lambda x, w: fp4jax.dot(x, w, MATMUL, recipe=recipe, key=key)
   y, vjp = jax.vjp(product, x, w)
@@ -370,8 +390,8 @@ def test_ms_eden_needs_a_key_to_be_differentiated_only():
 
 
 def test_a_layer_trains_through_quantize():
-  """In a scan of two layers that read one x, under remat: the same bits as
-  without remat, other bits in each layer."""
+  """In a scan of two layers whose weights share an x, under remat: the same
+  bits as without it."""
   params = {"q": normal(1, 2, 16, 16), "k": normal(2, 2, 16, 16)}
   x = normal(3, 32, 16)
 
@@ -446,6 +466,35 @@ def test_kernels_refuse_what_they_do_not_compute(name):
   request = kernels.Request(operand, packed=True)
   with pytest.raises(fp4jax.UnsupportedError, match="backend='reference'"):
     kernels.quantize(jnp.ones((64, 64)), request, interpret=True)
+
+
+@pytest.mark.parametrize(
+  "name, reason",
+  [
+    ("row_scale", "fprop has an operand with row_scale, which has no kernel"),
+    ("ms_eden", "dgrad rotates 128 elements, not 16"),
+  ],
+)
+def test_coverage_says_that_the_reference_serves_them(name, reason):
+  """And why: on a GPU too, where other recipes have kernels."""
+  policy = fp4jax.policies.all_linear(BEYOND[name])
+  f = fp4jax.quantize(lambda w, x: x @ w, policy)
+  w, x = normal(1, 16, 16), normal(2, 32, 16)
+  covered = fp4jax.coverage(f, w, x)
+  assert covered.rows[0].backend == ("reference", reason)
+  assert f"backend reference: {reason}" in str(covered)
+
+
+@pytest.mark.parametrize(
+  "operand, reason",
+  [
+    (Operand(rht=Rht(signs=None)), "draws the signs of its rotation"),
+    (Operand(rounding="eden", rht=Rht()), "rounded by EDEN"),
+    (Operand(row_scale=True), "with row_scale"),
+  ],
+)
+def test_each_field_has_its_reason(operand, reason):
+  assert reason in backends.lacks_kernel(operand)
 
 
 @pytest.mark.parametrize(
