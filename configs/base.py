@@ -13,7 +13,8 @@ def get_config() -> ConfigDict:
   # Initialisation, data order and stochastic rounding all follow from it.
   config.seed = 0
   # "none" is the model as written, without fp4jax; then "bf16", "nvfp4",
-  # "nvfp4_fp8_exact", "fp8", "mxfp8", "mxfp4".
+  # "nvfp4_fp8_exact", "fp8", "mxfp8", "mxfp4", and NVFP4's variants and
+  # ablations in experiments/recipe.py.
   config.recipe = "nvfp4"
 
   # Which layers follow the recipe; each policy reads the fields it names.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 from flax import linen as nn
@@ -13,13 +14,50 @@ import fp4jax
 NONE = "none"
 """The recipe of a model that fp4jax never touches."""
 
-RECIPES = {
+_RHT = fp4jax.Rht()
+
+# What the paper took away or put elsewhere: an operand's fields in parts of its
+# recipe, as ``fp4jax.recipes.change`` takes them.
+ABLATIONS: dict[str, tuple[tuple[str, ...], dict]] = {
+  "no_rht": (("wgrad",), {"rht": None}),
+  "rht_fprop": (("fprop",), {"rht": _RHT}),
+  "rht_dgrad": (("dgrad",), {"rht": _RHT}),
+  "rht_2": (("wgrad",), {"rht": fp4jax.Rht(size=2)}),
+  "rht_4": (("wgrad",), {"rht": fp4jax.Rht(size=4)}),
+  "rht_64": (("wgrad",), {"rht": fp4jax.Rht(size=64)}),
+  "rht_128": (("wgrad",), {"rht": fp4jax.Rht(size=128)}),
+  "rht_unsigned": (("wgrad",), {"rht": fp4jax.Rht(signs=0)}),
+  "no_sr": (("gradients",), {"rounding": "rne"}),
+  "sr_activations": (("activations",), {"rounding": "sr"}),
+  "sr_weights": (("weights",), {"rounding": "sr"}),
+}
+
+
+def _ablation(name: str) -> fp4jax.Recipe:
+  part, fields = ABLATIONS[name]
+  return fp4jax.recipes.change(
+    fp4jax.recipes.nvfp4(), part, name=f"nvfp4_{name}", **fields
+  )
+
+
+_BEYOND = (
+  fp4jax.recipes.four_over_six,
+  fp4jax.recipes.weights_1x16,
+  fp4jax.recipes.scale_guard,
+  fp4jax.recipes.row_scale,
+  fp4jax.recipes.ms_eden,
+  fp4jax.recipes.quartet_ii,
+)
+
+RECIPES: dict[str, Callable[[], fp4jax.Recipe]] = {
   "bf16": fp4jax.recipes.bf16,
   "nvfp4": fp4jax.recipes.nvfp4,
   "nvfp4_fp8_exact": fp4jax.recipes.nvfp4_fp8_exact,
   "fp8": fp4jax.recipes.fp8,
   "mxfp8": fp4jax.recipes.mxfp8,
   "mxfp4": fp4jax.recipes.mxfp4,
+  **{f"nvfp4_{make.__name__}": make for make in _BEYOND},
+  **{f"nvfp4_{x}": functools.partial(_ablation, x) for x in ABLATIONS},
 }
 
 NAMES = (NONE, *RECIPES)

@@ -26,7 +26,7 @@ def generate(
   as it sees the rest of any batch.)
 
   Args:
-    apply: f(variables, tokens [1, length]) → logits.
+    apply: f(variables, tokens [1, length], fp4_key) → logits.
     params: the parameters.
     prompt: [p] int, 1 <= p < length.
     length: number of tokens with the prompt.
@@ -40,10 +40,9 @@ def generate(
   tokens = jnp.zeros((1, length), jnp.int32).at[0, :start].set(prompt)
 
   def write(i, tokens):
-    logits = apply({"params": params}, tokens)[0, i - 1]
-    new = jax.random.categorical(
-      jax.random.fold_in(key, i), logits / temperature
-    )
+    step = jax.random.fold_in(key, i)
+    logits = apply({"params": params}, tokens, fp4_key=step)[0, i - 1]
+    new = jax.random.categorical(step, logits / temperature)
     return tokens.at[0, i].set(new.astype(jnp.int32))
 
   return jax.lax.fori_loop(start, length, write, tokens)[0]

@@ -317,9 +317,13 @@ def _train(
   config, train = experiment.config, experiment.config.train
   batches = data.training_batches(config, corpus)
   held_out = data.validation_batches(config, corpus)
+  # Read by recipes alone that round the forward pass stochastically.
+  key = state_lib.make_key(config.seed)
 
   def evaluate(validation_loss, params):
-    losses = [float(validation_loss(params, tokens)) for tokens in held_out]
+    losses = [
+      float(validation_loss(params, tokens, key)) for tokens in held_out
+    ]
     return {"validation_loss": statistics.fmean(losses)}
 
   with checkpoint.Checkpoints(workdir / "checkpoints", train.keep) as saved:
