@@ -7,8 +7,8 @@ A request is a context and a continuation; its score is
 What is longer than the model's sequence loses context on the left, which is
 counted and reported. Rows are padded on the right, to one of a few lengths, so
 that a model compiles a few times in all; causality keeps the padding out of the
-logits. (A quantised model's tensor scale sees it, as it sees the other rows: its
-scores depend on the batch in the last digits, and are the same every time.)
+logits. (A quantised model's tensor scale sees it, as it sees the other rows:
+its scores depend on the batch a little, and are the same every time.)
 """
 
 from collections.abc import Callable
@@ -224,11 +224,8 @@ class Scorer:
         )
       mine = list(windows(i, encoded, self._sequence))
       whole = len(encoded.context) + len(encoded.continuation)
-      lost = (
-        max(0, whole - 1 - self._sequence)
-        if len(mine) == 1
-        else (len(encoded.context) - 1)
-      )
+      end = min(len(encoded.context) + self._sequence, whole)  # of the first
+      lost = max(0, end - self._sequence - 1)
       self.truncation.add(lost, len(mine))
       pieces += mine
     totals = np.zeros(len(requests))
