@@ -1,5 +1,5 @@
-"""The command lines of both runners, ``--config`` and ``--workdir``, and of what
-evaluates a run.
+"""The command lines: ``--config`` and ``--workdir`` of both runners, and others
+of what evaluates.
 
 Flags are defined when a runner starts, never on import, so importing it clashes
 with nobody's.

@@ -284,17 +284,24 @@ def _pieces(
   """Cuts a document, between words, into pieces that do not overlap."""
   text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
   words = _WORD.findall(text)
-  encoded = tokenizer.encode_batch(words, add_special_tokens=False)
-  sizes = [len(encoding.ids) for encoding in encoded]
+  sizes = _sizes(tokenizer, words)
+  # A context begins without white space.
+  bare = _sizes(tokenizer, [word.lstrip() for word in words])
   start = 0
   while start < len(words):
-    middle = _filled(sizes, start, settings.context)
+    room = settings.context - bare[start]
+    middle = _filled(sizes, start + 1, room) if room >= 0 else start
     end = _filled(sizes, middle, settings.answer)
     context = "".join(words[start:middle]).strip()
     answer = "".join(words[middle:end])
     if context and answer.strip() and _BROKEN not in context + answer:
       yield Piece(document, context, answer)
     start = max(end, start + 1)  # a word longer than a piece is left out
+
+
+def _sizes(tokenizer: tokenizers.Tokenizer, words: list[str]) -> list[int]:
+  encoded = tokenizer.encode_batch(words, add_special_tokens=False)
+  return [len(encoding.ids) for encoding in encoded]
 
 
 def _filled(sizes: Sequence[int], start: int, most: int) -> int:

@@ -66,7 +66,9 @@ def run(values: flags.FlagValues, arguments: Sequence[str] = ()) -> Path:
     )
   if values.limit < 0 or values.fewshot < -1:
     name = "limit" if values.limit < 0 else "fewshot"
-    raise errors.UserError(f"--{name}={values[name].value}; needed at least 0.")
+    raise errors.UserError(
+      f"--{name}={getattr(values, name)}; needed at least 0."
+    )
   harness = require_harness()
   trained = trained_lib.load(values.workdir, values.recipe, values.step)
   print(trained.coverage, flush=True)
