@@ -85,6 +85,10 @@ def run(values: flags.FlagValues, arguments: Sequence[str] = ()) -> Path:
     print(cloze.summary(), flush=True)
     settings |= {"cloze": dataclasses.asdict(cloze.settings)}
     include.append(cloze_lib.write_tasks(cloze, trained.workdir))
+  own = set(tasks) <= set(cloze_lib.NAMES)
+  manager = harness.find_tasks(include, own)
+  for task in tasks:
+    harness.check_task(manager, task)
   scorer = scoring.Scorer(
     trained.apply,
     trained.params,
@@ -98,9 +102,9 @@ def run(values: flags.FlagValues, arguments: Sequence[str] = ()) -> Path:
     found = harness.evaluate(
       scorer,
       task,
+      manager=manager,
       fewshot=None if values.fewshot < 0 else values.fewshot,
       limit=values.limit or None,
-      include=include,
       seed=values.seed,
     )
     truncation = scorer.reset()

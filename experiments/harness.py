@@ -111,13 +111,40 @@ def _generation(request: instance.Instance) -> dict[str, Any]:
   }
 
 
+def find_tasks(
+  include: Sequence[Path], own: bool = False
+) -> lm_tasks.TaskManager:
+  """The tasks that there are.
+
+  Args:
+    include: folders with tasks of one's own.
+    own: whether these are all; reading the harness's takes seconds.
+  """
+  # What it warns of stands in the results: the number of shots, and the seed.
+  logging.getLogger("lm_eval").setLevel(logging.ERROR)
+  return lm_tasks.TaskManager(
+    include_path=[str(path) for path in include], include_defaults=not own
+  )
+
+
+def check_task(manager: lm_tasks.TaskManager, task: str) -> None:
+  """Raises ``UserError`` if there is no such task."""
+  if task in manager.all_tasks:
+    return
+  close = difflib.get_close_matches(task, manager.all_tasks, n=3, cutoff=0.5)
+  raise errors.UserError(
+    f"--tasks: lm-evaluation-harness {VERSION} has no task {task!r}; did you"
+    f" mean {', '.join(close) or 'one of `lm_eval ls tasks`'}?"
+  )
+
+
 def evaluate(
   scorer: scoring.Scorer,
   task: str,
   *,
+  manager: lm_tasks.TaskManager,
   fewshot: int | None,
   limit: int | None,
-  include: Sequence[Path],
   seed: int,
 ) -> dict:
   """What the harness finds of one task, or of a group of them.
@@ -125,9 +152,9 @@ def evaluate(
   Args:
     scorer: the model.
     task: its name.
+    manager: of ``find_tasks``.
     fewshot: examples before each question; None is what the task says.
     limit: questions of each task at most; None is all.
-    include: folders with tasks of one's own.
     seed: of the choice of examples.
 
   Returns:
@@ -137,16 +164,7 @@ def evaluate(
     UserError: there is no such task, its data are not here and cannot be
       loaded, or it asks for what is not implemented.
   """
-  # What it warns of stands in the results: the number of shots, and the seed.
-  logging.getLogger("lm_eval").setLevel(logging.ERROR)
-  manager = lm_tasks.TaskManager(include_path=[str(path) for path in include])
-  if not manager.match_tasks([task]):
-    names = manager.all_tasks
-    close = difflib.get_close_matches(task, names, n=3, cutoff=0.5)
-    raise errors.UserError(
-      f"--tasks: lm-evaluation-harness {VERSION} has no task {task!r}; did you"
-      f" mean {', '.join(close) or 'one of `lm_eval ls tasks`'}?"
-    )
+  check_task(manager, task)
   with _explained(task):
     found = lm_eval.simple_evaluate(
       model=FlaxLM(scorer),

@@ -107,26 +107,24 @@ def test_padding_lengths_and_batches_change_nothing():
   another order differ; scores add up to 30 of them.
   """
   model = models.from_config(make_config(model__dtype="float32"))
-  params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+  tokens = jnp.zeros((1, 8), jnp.int32)
+  params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
   requests = _requests(24, 31)
-  assert scoring.lengths(61) == (16, 31, 61)
+  assert scoring.lengths(64) == (16, 32, 64)
   found = []
-  for batch in (1, 5, 16):
-    scorer = scoring.Scorer(model.apply, params, TOKENIZER, 61, batch=batch)
+  for batch in (1, 16):
+    scorer = scoring.Scorer(model.apply, params, TOKENIZER, 64, batch=batch)
     found.append([x.log_likelihood for x in scorer.score(requests)])
   tolerance = 30 * 8 * 2**-20
   np.testing.assert_allclose(found[0], found[1], rtol=0, atol=tolerance)
-  np.testing.assert_allclose(found[0], found[2], rtol=0, atol=tolerance)
 
-  with jax.disable_jit(False):
-    for (context, continuation), value in list(
-      zip(requests, found[0], strict=True)
-    )[:4]:
-      tokens = np.array([[*context, *continuation]])
-      logits = model.apply({"params": params}, tokens[:, :-1])
-      logs = np.asarray(jax.nn.log_softmax(logits))[0, len(context) - 1 :]
-      expected = logs[np.arange(len(continuation)), continuation].sum()
-      assert value == pytest.approx(expected, abs=tolerance)
+  for i in range(2):
+    context, continuation = requests[i]
+    tokens = np.array([[*context, *continuation]])
+    logits = jax.jit(model.apply)({"params": params}, tokens[:, :-1])
+    logs = np.asarray(jax.nn.log_softmax(logits))[0, len(context) - 1 :]
+    expected = logs[np.arange(len(continuation)), continuation].sum()
+    assert found[0][i] == pytest.approx(expected, abs=tolerance)
 
 
 def test_few_shapes_are_compiled():
@@ -216,7 +214,7 @@ def test_texts_are_continued_up_to_a_stop():
 
 
 def test_texts_end_with_the_document_and_follow_the_seed():
-  tokenizer = data.train_tokenizer(["abc"], 260)
+  tokenizer = data.train_tokenizer(["abc"], 257)
   a, b, c = tokenizer.encode("abc").ids
   table = np.zeros((tokenizer.get_vocab_size(),) * 2, np.float32)
   for i, j in ((a, b), (b, c), (c, 0)):
@@ -333,8 +331,7 @@ def test_the_harness_finds_the_same_numbers(learned, capsys):
 
 @harness_only
 def test_the_harness_has_the_same_prompts(tmp_path):
-  from lm_eval import tasks
-
+  harness = evaluate.require_harness()
   documents = [
     f"{i} " + " ".join(map(str, range(i, i + 99))) for i in range(80)
   ]
@@ -342,7 +339,7 @@ def test_the_harness_has_the_same_prompts(tmp_path):
   settings = cloze.Settings(questions=20, context=12, answer=6)
   made = cloze.build(data.encode(tokenizer, documents), tokenizer, settings)
   folder = cloze.write_tasks(made, tmp_path)
-  manager = tasks.TaskManager(include_path=str(folder))
+  manager = harness.find_tasks([folder], own=True)
   for name, task in manager.load(list(cloze.NAMES))["tasks"].items():
     rows = list(task.eval_docs)
     for question, row in zip(made.questions, rows, strict=True):
@@ -390,13 +387,19 @@ def test_the_harness_asks_for_all_kinds_of_requests():
 def test_tasks_that_are_not_there(tmp_path):
   harness = evaluate.require_harness()
 
+  with pytest.raises(errors.UserError, match="no task 'mmlu_prof'; .*mmlu_pro"):
+    harness.check_task(harness.find_tasks([]), "mmlu_prof")
+
   def run(task, fewshot=0):
     return harness.evaluate(
-      _scorer(), task, fewshot=fewshot, limit=2, include=[tmp_path], seed=0
+      _scorer(),
+      task,
+      manager=harness.find_tasks([tmp_path], own=True),
+      fewshot=fewshot,
+      limit=2,
+      seed=0,
     )
 
-  with pytest.raises(errors.UserError, match="no task 'mmlu_prof'; .*mmlu_pro"):
-    run("mmlu_prof")
   tokens = synthetic.Chain(vocab=32, branches=4).sample(20_000, 1)
   made = cloze.build(tokens, TOKENIZER, cloze.Settings(questions=20))
   folder = cloze.write_tasks(made, tmp_path)
