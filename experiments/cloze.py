@@ -48,6 +48,7 @@ LETTER = "cloze_letter"
 NAMES = (TEXT, LETTER)
 SHOTS = 5
 _BETWEEN = "\n\n"  # shots
+_MOST = 16  # pieces of a document, so that a long one is not all there is
 _DESCRIPTION = (
   "The following are multiple choice questions (with answers) about what comes"
   " next in a text."
@@ -124,7 +125,8 @@ class Settings:
 
   Attributes:
     seed: of all choices.
-    questions: how many, if the text has as many pieces.
+    questions: how many, if the text has as many pieces (a document has 16 at
+      most).
     shots: how many there are, to be shown.
     context: tokens of a piece's beginning, at most.
     answer: tokens of its continuation, at most.
@@ -232,12 +234,13 @@ def build(
   wanted = 2 * settings.shots + 2 * OPTIONS if settings.shots else 0
   for i in order.tolist():
     found = list(_pieces(i, documents[i], tokenizer, settings))
+    found = found[:: -(-len(found) // _MOST) or 1]
     some = len({piece.document for piece in reserved}) < settings.shots + 2
     if wanted and (some or len(reserved) < wanted):
       reserved += found
     else:
       pieces += found
-    # Wrong options are drawn from four times as many pieces as are asked.
+    # Wrong options are drawn from four times as many pieces as are asked about.
     if len(pieces) >= 4 * settings.questions:
       break
   shots = _questions(reserved, settings.shots, settings.seed, 1, apart=True)

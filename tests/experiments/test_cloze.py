@@ -96,6 +96,8 @@ def test_questions_of_documents():
     assert len(tokenizer.encode(question.text).ids) <= 12
     for option in question.options:
       assert len(tokenizer.encode(option).ids) <= 6
+  asked = Counter(question.document for question in made.questions)
+  assert len(asked) > 20  # of many documents
   # A piece is asked about once.
   assert len({(q.document, q.text) for q in made.questions}) == 60
 
@@ -127,6 +129,20 @@ def test_seed_decides():
   # Of NumPy's promised streams, so these hold with every version.
   answers = [question.answer for question in made.questions[:8]]
   assert answers == [9, 7, 7, 8, 0, 2, 0, 1]
+
+
+def test_a_long_document_is_not_all_there_is():
+  texts = _texts(80)
+  texts[7] = "".join(texts)  # half of all text
+  tokenizer = data.train_tokenizer(texts[:3], 300)
+  made = cloze.build(data.encode(tokenizer, texts), tokenizer, SMALL)
+  options = {
+    (source, option)
+    for question in made.questions
+    for source, option in zip(question.sources, question.options, strict=True)
+  }
+  assert max(Counter(source for source, _ in options).values()) <= 16
+  assert len({question.document for question in made.questions}) > 20
 
 
 def test_shots_do_not_change_the_questions():
