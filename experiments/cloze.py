@@ -93,13 +93,14 @@ class Question:
 
   def row(self) -> dict:
     """The question with the fields of MMLU-Pro's data."""
+    letter = LETTERS[self.answer]
     return {
       "question_id": self.number,
       "question": self.text,
       "options": list(self.options),
-      "answer": LETTERS[self.answer],
+      "answer": letter,
       "answer_index": self.answer,
-      "cot_content": "",
+      "cot_content": f"A: Let's think step by step. The answer is ({letter}).",
       "category": "cloze",
       "src": f"document {self.document}",
     }

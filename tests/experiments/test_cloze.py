@@ -179,7 +179,7 @@ def test_letters_are_asked_as_in_mmlu_pro():
     "options": list(question.options),
     "answer": "C",
     "answer_index": 2,
-    "cot_content": "",
+    "cot_content": "A: Let's think step by step. The answer is (C).",
     "category": "cloze",
     "src": "",
   }

@@ -9,6 +9,7 @@ installed.
 
 from importlib import util
 import json
+from pathlib import Path
 import shutil
 from types import SimpleNamespace
 
@@ -16,6 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models as word_models
+from tokenizers import pre_tokenizers
 
 from experiments import cloze
 from experiments import data
@@ -387,6 +391,56 @@ def test_the_harness_asks_for_all_kinds_of_requests():
   assert found == ["3 4 5 ", "4 5"]
   with pytest.raises(errors.UserError, match="top_p=0.9.* not implemented"):
     ask("generate_until", ("1", sampled | {"top_p": 0.9}))
+
+
+@harness_only
+def test_mmlu_pro_itself_on_questions_that_need_no_network(tmp_path):
+  """Its own task, with other data: prompts, generation and what it extracts.
+
+  The model answers C to everything, which is right in a tenth of the places.
+  """
+  harness = evaluate.require_harness()
+  chain = synthetic.Chain(vocab=32, branches=4)
+  made = cloze.build(
+    chain.sample(20_000, 1), TOKENIZER, cloze.Settings(questions=40)
+  )
+  local = json.loads(
+    (cloze.write_tasks(made, tmp_path) / "cloze_text.yaml").read_text()
+  )
+  folder = Path(util.find_spec("lm_eval").origin).parent / "tasks" / "mmlu_pro"
+  task = {
+    "include": str(folder / "_default_template_yaml"),
+    "task": "mmlu_pro_local",
+    "dataset_path": "json",
+    "dataset_kwargs": local["dataset_kwargs"],
+  }
+  (tmp_path / "tasks").mkdir()
+  (tmp_path / "tasks" / "local.yaml").write_text(json.dumps(task))
+  words = ["[unknown]", "the", "answer", "is", "(C)", "Question:"]
+  tokenizer = tokenizers.Tokenizer(
+    word_models.WordLevel(
+      {x: i for i, x in enumerate(words)}, unk_token=words[0]
+    )
+  )
+  tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+  table = 100 * np.roll(np.eye(6, dtype=np.float32), 1, axis=1)
+  scorer = scoring.Scorer(_bigram, table, tokenizer, 64)
+  found = harness.evaluate(
+    scorer,
+    "mmlu_pro_local",
+    manager=harness.find_tasks([tmp_path / "tasks"], own=True),
+    fewshot=5,
+    limit=None,
+    seed=0,
+  )
+  results = found["results"]["mmlu_pro_local"]
+  assert results["exact_match,custom-extract"] == pytest.approx(0.1, abs=1e-12)
+  assert scorer.truncation.requests == scorer.truncation.cut == 40
+  (line,) = evaluate.summary(found, 5)
+  assert line.startswith(
+    "mmlu_pro_local: exact_match (custom-extract) 0.1000 ±"
+  )
+  assert line.endswith(", 5 shots")
 
 
 @harness_only
