@@ -223,6 +223,21 @@ def test_texts_are_continued_up_to_a_stop():
   assert scorer.truncation == scoring.Truncation(32, 5, 1, 19, 19, 0)
 
 
+def test_a_text_beyond_the_sequence_is_seen_as_far_as_it_fits():
+  """A model that repeats the token of seven steps ago."""
+
+  def repeating(variables, tokens):
+    before = jnp.roll(tokens, 6, axis=1)
+    return variables["params"] * jax.nn.one_hot(before, 32)
+
+  scorer = scoring.Scorer(repeating, 100.0, TOKENIZER, 16, batch=4)
+  contexts = ["3 1 4 1 5 9 2", " ".join(map(str, range(30)))]
+  found = scorer.generate(contexts, until=[[], []], most=[70, 14])
+  assert found[0] == " ".join([contexts[0]] * 10)
+  assert found[1] == " ".join(map(str, [*range(23, 30)] * 2))
+  assert scorer.truncation == scoring.Truncation(16, 2, 2, 87, 60, 0)
+
+
 def test_texts_end_with_the_document_and_follow_the_seed():
   tokenizer = data.train_tokenizer(["abc"], 257)
   a, b, c = tokenizer.encode("abc").ids
