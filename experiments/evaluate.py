@@ -2,7 +2,7 @@
 
 python -m experiments.evaluate --workdir=DIR --tasks=mmlu_pro --fewshot=5
 
-DIR is a run of ``experiments.train``, or ``runs/RECIPE`` in one of
+DIR is a run of ``experiments.train``, or ``runs/NAME`` in one of
 ``experiments.compare``. ``--recipe=bf16`` evaluates in BF16 what was trained in
 NVFP4. The tasks are those of ``lm_eval ls tasks``, and ``cloze_text`` and
 ``cloze_letter`` of the run's own held-out text, which need no network.

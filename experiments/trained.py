@@ -1,6 +1,6 @@
 """A trained model, to be evaluated, and where what came out is written.
 
-A workdir is one of ``experiments.train``, or ``runs/RECIPE`` in one of
+A workdir is one of ``experiments.train``, or ``runs/NAME`` in one of
 ``experiments.compare``.
 """
 
@@ -13,6 +13,8 @@ from pathlib import Path
 import shlex
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from configs import base
@@ -71,8 +73,8 @@ def load(workdir: str | Path, recipe: str = "", step: int = 0) -> Trained:
 
   Args:
     workdir: the run's folder.
-    recipe: to evaluate under, on the layers of the run's own policy; "" is the
-      one that it was trained under.
+    recipe: to evaluate under, on the layers of the run's own policy and without
+      healing; "" is as the step that led to the checkpoint, healed or not.
     step: of the checkpoint; 0 is the last of a finished run.
 
   Returns:
@@ -100,14 +102,15 @@ def load(workdir: str | Path, recipe: str = "", step: int = 0) -> Trained:
       f" one that is there ({kept})."
     )
   trained_recipe = config.recipe
-  config.recipe = recipe or trained_recipe
+  if recipe:
+    config.recipe, config.policy.heal.fraction = recipe, 0.0
   recipe_lib.check(config)
   experiment = train.make_experiment(config)
-  coverage = [
-    line
-    for line in experiment.coverage.splitlines()
-    if not line.startswith("backend ")
-  ][-1]
+  apply = experiment.at(step - 1).apply
+  inputs = jax.ShapeDtypeStruct((1, config.data.sequence), jnp.int32)
+  table = recipe_lib.coverage(apply, config, experiment.shapes.params, inputs)
+  lines = table.splitlines()
+  coverage = [line for line in lines if not line.startswith("backend ")][-1]
   corpus = train.read_corpus(config, workdir, [workdir])
   return Trained(
     workdir=workdir,
@@ -115,7 +118,7 @@ def load(workdir: str | Path, recipe: str = "", step: int = 0) -> Trained:
     trained_recipe=trained_recipe,
     step=step,
     finished=step == config.train.steps,
-    apply=experiment.apply,
+    apply=apply,
     params=checkpoint.restore_params(folder, step, experiment.shapes.params),
     corpus=corpus,
     coverage=coverage,
@@ -124,7 +127,7 @@ def load(workdir: str | Path, recipe: str = "", step: int = 0) -> Trained:
 
 def _config(workdir: Path) -> ConfigDict:
   """The configuration of a run, with the folder of its tokens."""
-  runs = sorted(path.name for path in workdir.glob("runs/*"))
+  runs = sorted(path.name for path in workdir.glob("runs/[!.]*"))
   if runs:
     raise errors.UserError(
       f"--workdir={workdir} holds a comparison; give one of its runs, as"
@@ -135,7 +138,7 @@ def _config(workdir: Path) -> ConfigDict:
   if not path.exists():
     raise errors.UserError(
       f"--workdir={workdir} holds no run; give the folder of one of"
-      " experiments.train, or runs/RECIPE in one of experiments.compare."
+      " experiments.train, or runs/NAME in one of experiments.compare."
     )
   saved = json.loads(path.read_text())
   config = base.get_config()

@@ -307,6 +307,24 @@ def test_a_run_is_evaluated_under_its_recipe_or_another(learned, tmp_path):
     trained.load(folder)
 
 
+def test_a_healed_run_is_evaluated_as_it_ended(learned, tmp_path):
+  """Of the policy alone: the parameters are those of another run."""
+  folder = tmp_path / "run"
+  shutil.copytree(learned, folder)
+  content = json.loads((folder / "config.json").read_text())
+  content["config"]["recipe"] = "nvfp4"
+  content["config"]["policy"]["heal"]["fraction"] = 0.5
+  (folder / "config.json").write_text(json.dumps(content))
+  for recipe, step, count in (
+    ("", 100, 0),
+    ("", 50, 6),  # the last step before
+    ("nvfp4", 100, 6),
+    ("bf16", 50, 0),
+  ):
+    model = trained.load(folder, recipe, step)
+    assert model.coverage == f"{count} of 19 linear layers quantised"
+
+
 def _flags(workdir, **values) -> SimpleNamespace:
   given = FLAGS | {"tasks": ["cloze_text"], "limit": 0, "include": []} | values
   return SimpleNamespace(workdir=str(workdir), **given)
