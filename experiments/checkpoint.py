@@ -99,6 +99,48 @@ class Checkpoints:
     return State(**restored.state), restored.metadata
 
 
+def steps(folder: Path) -> list[int]:
+  """The steps of a run's checkpoints, in order."""
+  if not folder.is_dir():
+    return []
+  with _reader(folder) as manager:
+    return sorted(manager.all_steps())
+
+
+def restore_params(folder: Path, step: int, like: Any) -> Any:
+  """The parameters of one checkpoint alone.
+
+  Args:
+    folder: of the checkpoints.
+    step: one of ``steps``.
+    like: tree of ``jax.ShapeDtypeStruct``.
+
+  Returns:
+    The parameters, on one device.
+  """
+  sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  target = {
+    "params": jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like
+    )
+  }
+  arguments = ocp.args.PyTreeRestore(
+    item=target,
+    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+    partial_restore=True,  # the optimizer's moments stay on disk
+  )
+  with _reader(folder) as manager:
+    restored = manager.restore(step, args=ocp.args.Composite(state=arguments))
+  return restored.state["params"]
+
+
+def _reader(folder: Path) -> ocp.CheckpointManager:
+  options = ocp.CheckpointManagerOptions(
+    read_only=True, create=False, save_interval_steps=0
+  )
+  return ocp.CheckpointManager(folder.absolute(), options=options)
+
+
 def _disk_is_full(error: Exception) -> bool:
   if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
     return True

@@ -1,4 +1,5 @@
-"""The command line of both runners: ``--config`` and ``--workdir``.
+"""The command lines: ``--config`` and ``--workdir`` of both runners, and others
+of what evaluates.
 
 Flags are defined when a runner starts, never on import, so importing it clashes
 with nobody's.
@@ -8,6 +9,7 @@ from collections.abc import Callable
 import difflib
 from pathlib import Path
 import re
+import signal
 import sys
 
 from absl import app
@@ -40,6 +42,54 @@ def main(command: Callable[[ConfigDict, Path], object]) -> None:
     command(flags.FLAGS.config, Path(flags.FLAGS.workdir))
 
   app.run(errors.explained(run), flags_parser=errors.explained(_parse))
+
+
+def evaluate(
+  command: Callable[[flags.FlagValues], object],
+  define: Callable[[], list[str]] = list,
+) -> None:
+  """Runs a command that evaluates a run.
+
+  Args:
+    command: of the flags.
+    define: defines more of them, and returns their names.
+  """
+  flags.DEFINE_string("workdir", None, "Folder of the run.")
+  flags.DEFINE_string(
+    "recipe", "", "To evaluate under; empty is the one that it trained under."
+  )
+  flags.DEFINE_integer("step", 0, "Of the checkpoint; 0 is the end of the run.")
+  flags.DEFINE_integer("fewshot", 5, "Examples before each question.")
+  flags.DEFINE_integer("batch", 16, "Rows of a forward pass.")
+  flags.DEFINE_integer("seed", 0, "Of all choices.")
+  flags.DEFINE_integer("questions", 500, "Of the cloze tasks, at most.")
+  flags.DEFINE_integer(
+    "context", 0, "Tokens of a cloze's text; 0 lets all shots fit."
+  )
+  flags.DEFINE_integer("answer", 0, "Tokens of an option; 0 is 4 to 16.")
+  names = ["workdir", "recipe", "step", "fewshot", "batch", "seed"]
+  names += ["questions", "context", "answer", *define()]
+  for name in names:  # so that --help shows it
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+
+  def run(argv):
+    if len(argv) > 1:
+      raise errors.UserError(
+        f"argument {argv[1]!r} is no flag; write --workdir=DIR."
+      )
+    if not flags.FLAGS.workdir:
+      raise errors.UserError("--workdir is missing; give the folder of a run.")
+    if not flags.FLAGS["verbosity"].present:
+      logging.set_verbosity(logging.FATAL)
+    try:
+      command(flags.FLAGS)
+    except KeyboardInterrupt as error:
+      raise errors.Stopped(
+        "interrupted; nothing is written, the same command starts anew.",
+        128 + signal.SIGINT,
+      ) from error
+
+  app.run(errors.explained(run), flags_parser=errors.explained(flags.FLAGS))
 
 
 def _parse(argv: list[str]) -> list[str]:

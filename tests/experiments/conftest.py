@@ -11,6 +11,7 @@ import pytest
 
 from experiments import compare
 from experiments import report
+from experiments import train
 from tests.experiments.helpers import make_config
 
 
@@ -60,9 +61,33 @@ def compared(tmp_path_factory, cache) -> Compared:
   return Compared(comparison, workdir, config, output.getvalue())
 
 
+@pytest.fixture(scope="session")
+def learned(tmp_path_factory) -> Path:
+  """A run whose model knows the Markov chain that it was trained on."""
+  workdir = tmp_path_factory.mktemp("learned") / "run"
+  config = make_config(
+    recipe="none",
+    data__path="markov:branches=4,tokens=100000",
+    data__vocab=32,
+    data__validation_fraction=0.4,
+    data__sequence=96,
+    optimizer__peak_lr=1e-2,
+    train__steps=100,
+    train__batch=8,
+    train__log_every=50,
+    train__eval_every=100,
+    train__checkpoint_every=50,
+    sample__prompt="1 2",
+  )
+  with contextlib.redirect_stdout(io.StringIO()):
+    train.run(config, workdir)
+  return workdir
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items):
   """One worker runs the tests of what is trained once a session."""
   for item in items:
-    if "compared" in getattr(item, "fixturenames", ()):
-      item.add_marker(pytest.mark.xdist_group("compared"))
+    for name in ("compared", "learned"):
+      if name in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.xdist_group(name))

@@ -6,12 +6,12 @@ import sys
 
 _SCRIPT = """
 from absl import flags, logging
-names = ("config", "workdir", "seed", "steps", "log_dir_", "mode")
+names = ("config", "workdir", "seed", "steps", "log_dir_", "mode", "tasks")
 for name in names:
   flags.DEFINE_string(name, "mine", "A common name.")
 import importlib
-from experiments import train, compare
-for module in (train, compare):
+from experiments import train, compare, cloze, evaluate
+for module in (train, compare, cloze, evaluate):
   importlib.reload(module)
 owners = flags.FLAGS.flags_by_module_dict()
 assert not [n for n in owners if "experiments" in n or "fp4jax" in n], owners
