@@ -11,12 +11,12 @@ from pathlib import Path
 import shlex
 import sys
 import time
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from experiments import cli
 from experiments import config as config_lib
-from experiments import data
 from experiments import errors
 from experiments import files
 from experiments import metrics
@@ -67,11 +67,11 @@ def run(
 
 def _check_workdir(
   config: ConfigDict, recipes: Sequence[str], workdir: Path
-) -> data.Corpus | None:
+) -> Any:
   """Raises unless all runs in ``workdir`` are of this very comparison.
 
   Returns:
-    The text that all of them read; None if all that are asked have finished.
+    The data that all of them read; None if all that are asked have finished.
   """
   files.require_folder(workdir, "--workdir")
   if (workdir / "config.json").exists():

@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments import files
 from experiments import metrics
+from experiments import tasks
 from experiments import train
 
 
@@ -54,6 +55,11 @@ class Comparison:
     """The run that gaps are relative to."""
     return self.runs[0]
 
+  @property
+  def task(self) -> tasks.Task:
+    """What the runs learned."""
+    return tasks.of(self.config["model"]["name"])
+
   def gap(self, run: Run) -> float:
     """Validation loss above the baseline's, in percent; NaN if unknown."""
     loss = self.baseline.result.validation_loss
@@ -61,10 +67,12 @@ class Comparison:
 
 
 def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
+  labelled = comparison.baseline.result.validation_accuracy is not None
   rows: list[tuple[str, ...]] = [
     (
       "recipe",
       "validation loss",
+      *["accuracy %"] * labelled,
       "gap %",
       "tokens/s",
       "residuals MB",
@@ -79,6 +87,7 @@ def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
       (
         result.recipe,
         metrics.shown(result.validation_loss, ".4f"),
+        *_percent(result.validation_accuracy),
         metrics.shown(comparison.gap(run), "+.2f"),
         f"{result.tokens_per_second:,.0f}",
         f"{sum(result.residual_bytes.values()) / 1e6:.2f}",
@@ -90,12 +99,16 @@ def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
   return rows
 
 
+def _percent(share: float | None) -> list[str]:
+  return [] if share is None else [f"{100 * share:.2f}"]
+
+
 def _facts(comparison: Comparison) -> str:
-  result = comparison.baseline.result
+  result, task = comparison.baseline.result, comparison.task
   return (
     f"{result.parameters:,} parameters, {result.steps} steps,"
-    f" {result.tokens:,} tokens; unigram entropy of the training tokens"
-    f" {result.unigram_entropy:.4f} nats; gaps relative to"
+    f" {result.tokens:,} tokens; {task.baseline} of the training"
+    f" {task.example}s {result.unigram_entropy:.4f} nats; gaps relative to"
     f" {result.recipe}; one seed ({comparison.config['seed']});"
     f" {comparison.versions['device']}; {comparison.seconds:.0f} s"
   )
@@ -134,12 +147,14 @@ def summary(comparison: Comparison) -> str:
     for row in rows
   ]
   last = comparison.runs[-1].result
+  sample = []
+  if last.sample is not None:
+    sample = [f"\nsample of {last.recipe}:", last.sample]
   return "\n".join(
     [
       f"\ncoverage of {last.recipe}:",
       last.coverage,
-      f"\nsample of {last.recipe}:",
-      last.sample,
+      *sample,
       "",
       *lines,
       f"tokens/s: {_EMULATED}",
@@ -176,12 +191,13 @@ def plots(comparison: Comparison) -> dict[str, figure.Figure]:
 
 def captions(comparison: Comparison) -> dict[str, str]:
   """A sentence a figure, by name."""
-  baseline = comparison.baseline
+  baseline, task = comparison.baseline, comparison.task
   lines = f"the training loss, mean of the last {_window(baseline)} steps"
   return {
     "loss": (
-      f"Lines are {lines}, dots the validation loss, in nats a token; a model"
-      " below the dotted line knows more than how frequent each token is."
+      f"Lines are {lines}, dots the validation loss, in {task.unit}; a model"
+      f" below the dotted line knows more than how frequent each {task.target}"
+      " is."
     ),
     "gap": (
       f"How much higher the loss is than {baseline.result.recipe}'s at the same"
@@ -212,14 +228,14 @@ def _window(run: Run) -> int:
 
 
 def _loss(comparison: Comparison) -> figure.Figure:
-  new, axes = _axes("Loss", "step", "nats a token")
+  new, axes = _axes("Loss", "step", comparison.task.unit)
   for i, run in enumerate(comparison.runs):
     color, name = f"C{i}", run.result.recipe
     steps, losses = run.series("loss")
     axes.plot(steps, smooth(losses, _window(run)), color=color, label=name)
     axes.plot(*run.series("validation_loss"), "o", color=color)
   entropy = comparison.baseline.result.unigram_entropy
-  axes.axhline(entropy, color="gray", ls=":", label="unigram entropy")
+  axes.axhline(entropy, color="gray", ls=":", label=comparison.task.baseline)
   axes.plot([], [], "o", color="gray", label="validation")
   axes.legend()
   return new
@@ -290,7 +306,6 @@ $table
 $figures
 <h2>Coverage</h2>
 $coverage
-<h2>Samples</h2>
 $samples
 <h2>Commands</h2>
 <pre>$commands</pre>
@@ -311,6 +326,8 @@ def page(comparison: Comparison, images: dict[str, bytes]) -> str:
   rows = [head.replace("td>", "th>"), *body]
   results = [run.result for run in comparison.runs]
   versions, texts = comparison.versions, captions(comparison)
+  written = {r.recipe: r.sample for r in results if r.sample is not None}
+  samples = f"<h2>Samples</h2>\n{_blocks(written)}" if written else ""
   return _PAGE.substitute(
     title=" vs ".join(html.escape(result.recipe) for result in results),
     verdict=html.escape(verdict(comparison)),
@@ -323,7 +340,7 @@ def page(comparison: Comparison, images: dict[str, bytes]) -> str:
       for name, image in images.items()
     ),
     coverage=_blocks({r.recipe: r.coverage for r in results}),
-    samples=_blocks({r.recipe: r.sample for r in results}),
+    samples=samples,
     commands=html.escape("\n".join(comparison.commands)),
     versions=html.escape("\n".join(f"{k} {v}" for k, v in versions.items())),
     config=html.escape(json.dumps(comparison.config, indent=2)),
@@ -348,7 +365,7 @@ def write(comparison: Comparison, workdir: Path) -> None:
   results = {
     "baseline": comparison.baseline.result.recipe,
     "runs": {
-      run.result.recipe: dataclasses.asdict(run.result)
+      run.result.recipe: run.result.to_dict()
       | {"gap_percent": comparison.gap(run)}
       for run in comparison.runs
     },
