@@ -181,12 +181,14 @@ def check(config: ConfigDict) -> None:
         f" config.{divisor}={value(divisor)}; change one of them."
       )
   _check_model(config)
+  of_images = config.model.name in models.OF_IMAGES
   if not config.data.validation_fraction:
     raise errors.UserError(
-      "config.data.validation_fraction=0.0 leaves nothing to validate on;"
-      " needed more than 0, as 0.05."
+      "config.data.validation_fraction=0.0 leaves no"
+      f" {'images' if of_images else 'text'} to validate on; needed more than"
+      " 0, as 0.05."
     )
-  if config.model.name in models.OF_IMAGES:
+  if of_images:
     images.check(config)
   elif synthetic.is_chain(config.data.path):
     synthetic.parse(config.data.path, config.data.vocab)

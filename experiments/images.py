@@ -190,10 +190,10 @@ class Shapes:
   stream: int = _TRAIN
 
   def __post_init__(self):
-    if self.count < len(SHAPES) or self.count >= 2**31:
+    if not 0 < self.count < 2**31:
       raise errors.UserError(
-        f"config.data.path: count={self.count}; needed at least {len(SHAPES)}"
-        " and less than 2**31."
+        f"config.data.path: count={self.count}; needed more than 0 and less"
+        " than 2**31."
       )
     if not 0 <= self.seed < 2**32:
       raise errors.UserError(
@@ -221,8 +221,7 @@ class Shapes:
     label = self.labels[i]
     random = self._random(_PICTURES, i, _RANDOM + s * s * 3 // 2 + 1)
     u = (random[:_RANDOM] >> 11) * 2.0**-53
-    axis = (np.arange(s) + 0.5) / s
-    x, y = np.meshgrid(axis, axis)
+    x, y = _pixels(s)
     shape = list(SHAPES.values())[label]
     picture = _background(x, y, u[:12])
     ink = _colour(u[12:15], away_from=picture.mean((0, 1)))
@@ -236,6 +235,13 @@ class Shapes:
     """[count] uint64; NumPy promises the same from every version."""
     stream = (purpose + self.stream) << 32
     return np.random.Philox(key=[self.seed, stream + index]).random_raw(count)
+
+
+@functools.cache
+def _pixels(size: int) -> list[np.ndarray]:
+  """Twice [s, s]: x and y of the pixels' centres, between 0 and 1."""
+  axis = (np.arange(size) + 0.5) / size
+  return np.meshgrid(axis, axis)
 
 
 def _background(x, y, u):
