@@ -327,11 +327,11 @@ def check_workdir(config: ConfigDict, workdir: Path) -> None:
 
 
 def check_text(config: ConfigDict, text: dict, workdir: Path) -> None:
-  """Raises ``UserError`` if the run in ``workdir`` has read another text.
+  """Raises ``UserError`` if the run in ``workdir`` has read other data.
 
   Args:
     config: this experiment.
-    text: ``identity`` of its text or corpus now.
+    text: ``identity`` of its text, corpus or images now.
     workdir: its folder, which need not exist.
   """
   path = workdir / "config.json"
@@ -340,10 +340,13 @@ def check_text(config: ConfigDict, text: dict, workdir: Path) -> None:
   there = json.loads(path.read_text())["text"]
   if there == text:
     return
+  kind, package = "another text", "tokenizers"
+  if config.model.name in models.OF_IMAGES:
+    kind, package = "other images", "numpy"
   raise errors.UserError(
-    f"--workdir={workdir} holds a run on another text: config.data.path="
+    f"--workdir={workdir} holds a run on {kind}: config.data.path="
     f"{config.data.path!r} held {_size(there)} then, and {_size(text)} now;"
-    " restore the files (and the version of tokenizers), or give another"
+    f" restore the files (and the version of {package}), or give another"
     " --workdir."
   )
 

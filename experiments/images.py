@@ -1,9 +1,9 @@
 """Labelled images: shapes drawn by formulas without a file, or an .npz.
 
 ``config.data.path = "shapes:count=50000,seed=0"`` (both may be left out) stands
-for images of ten shapes. Image i is a function of the seed and i alone: what is
-drawn follows from the label, and where, how large, turned, in which colours, on
-which background and under how much noise is drawn at random.
+for images of ten shapes. Image i is a function of the seed and i alone. The
+label says which shape; where, how large, how much turned, in which colour, on
+which darker background and under how much noise is random.
 
 ``config.data.path = "FILE.npz"`` is a file of arrays ``x_train``, ``y_train``,
 ``x_test`` and ``y_test``, as Keras distributes MNIST and CIFAR, or of
@@ -31,7 +31,7 @@ from experiments import synthetic
 PREFIX = "shapes:"
 _NAMES = ("count", "seed")
 _HASHED = 100  # drawn images that the hash is of
-_RANDOM = 32  # random numbers an image, of which those of the noise are apart
+_RANDOM = 19  # random numbers of an image but for its noise
 _TRAIN, _VALIDATION = 0, 1
 _PICTURES, _LABELS = 0, 2  # what random numbers are for, beside the former
 
@@ -219,15 +219,12 @@ class Shapes:
     """Returns: "images", [size, size, 3] uint8, and "labels", [] int32."""
     i, s = int(index), self.size
     label = self.labels[i]
-    random = self._random(_PICTURES, i, _RANDOM + s * s * 3 // 2 + 1)
+    random = self._random(_PICTURES, i, _RANDOM + math.ceil(3 * s * s / 4))
     u = (random[:_RANDOM] >> 11) * 2.0**-53
     x, y = _pixels(s)
     shape = list(SHAPES.values())[label]
-    picture = _background(x, y, u[:12])
-    ink = _colour(u[12:15], away_from=picture.mean((0, 1)))
-    picture = _paint(picture, x, y, shape, ink, u[15:19])
-    noise = _noise(random[_RANDOM:], s)
-    picture = picture + (0.02 + 0.1 * u[19]) * noise
+    picture = _paint(_background(x, y, u[:11]), x, y, shape, u[11:18])
+    picture = picture + (0.02 + 0.1 * u[18]) * _noise(random[_RANDOM:], s)
     pixels = np.rint(255 * np.clip(picture, 0, 1)).astype(np.uint8)
     return {"images": pixels, "labels": label}
 
@@ -238,41 +235,33 @@ class Shapes:
 
 
 @functools.cache
-def _pixels(size: int) -> list[np.ndarray]:
+def _pixels(size: int) -> Sequence[np.ndarray]:
   """Twice [s, s]: x and y of the pixels' centres, between 0 and 1."""
   axis = (np.arange(size) + 0.5) / size
   return np.meshgrid(axis, axis)
 
 
 def _background(x, y, u):
-  """[s, s, 3]: one colour into another, with stripes of a third."""
+  """[s, s, 3]: one dark colour into another, and grey stripes."""
   angle, stripes = 2 * math.pi * u[0], 2 * math.pi * u[1]
   along = 0.5 + (x - 0.5) * math.cos(angle) + (y - 0.5) * math.sin(angle)
   across = x * math.cos(stripes) + y * math.sin(stripes)
-  wave = 0.5 + 0.5 * np.sin(2 * math.pi * ((2 + 6 * u[2]) * across + u[3]))
-  one, two = u[4:7], np.clip(u[4:7] + 0.5 * (u[7:10] - 0.5), 0, 1)
+  wave = 0.5 * np.sin(2 * math.pi * ((2 + 6 * u[2]) * across + u[3]))
+  one = 0.6 * u[4:7]
+  two = np.clip(one + 0.5 * (u[7:10] - 0.5), 0, 1)
   mixed = one + along[..., None] * (two - one)
-  return mixed + 0.25 * u[10] * (wave[..., None] - 0.5)
+  return mixed + 0.25 * u[10] * wave[..., None]
 
 
-def _colour(u, away_from):
-  """[3]: a colour that is told from another, though not by much."""
-  colour = np.array(u)
-  gap = colour - away_from
-  distance = max(np.abs(gap).max(), 1e-3)
-  if distance < 0.3:
-    colour = away_from + gap * 0.3 / distance
-  # Beyond black or white, the other side of the background is free.
-  outside = (colour < 0) | (colour > 1)
-  return np.where(outside, 2 * away_from - colour, colour)
-
-
-def _paint(picture, x, y, shape, ink, u):
-  """The picture with a shape in it, its edge a pixel wide."""
-  radius = 0.18 + 0.22 * u[0]
+def _paint(picture, x, y, shape, u):
+  """The picture with a lighter shape in it, its edge a pixel wide."""
+  beneath = picture.mean((0, 1))
+  ink = beneath + (0.45 + 0.55 * u[:3]) * (1 - beneath)
+  radius = 0.25 + 0.15 * u[3]
   margin = 0.8 * radius  # so little of it is cut off
-  cx, cy = margin + (1 - 2 * margin) * u[1:3]
-  sin, cos = math.sin(2 * math.pi * u[3]), math.cos(2 * math.pi * u[3])
+  cx, cy = margin + (1 - 2 * margin) * u[4:6]
+  angle = math.pi / 3 * (u[6] - 0.5)
+  sin, cos = math.sin(angle), math.cos(angle)
   dx, dy = (x - cx) / radius, (y - cy) / radius
   distance = shape(cos * dx + sin * dy, cos * dy - sin * dx)
   opacity = np.clip(0.5 - distance * radius * len(x), 0, 1)[..., None]
@@ -280,7 +269,7 @@ def _paint(picture, x, y, shape, ink, u):
 
 
 def _noise(random, size):
-  """[s, s, 3] of mean 0 and variance 1: two sums of two bytes a number."""
+  """[s, s, 3] of mean 0 and variance 1; each the sum of two random bytes."""
   pieces = random.astype("<u8").view("<u2")[: size * size * 3]
   triangular = (pieces & 255).astype(float) + (pieces >> 8) - 255
   deviation = math.sqrt((256**2 - 1) / 6)

@@ -139,20 +139,17 @@ def _stacked(params):
   return rest | {"blocks": jax.tree.map(lambda *x: jnp.stack(x), *blocks)}
 
 
-def test_every_block_begins_with_its_own_numbers():
-  """Scanned too; one seed gives one model."""
-  for scan in (False, True):
-    config = make_vit(model__scan=scan, model__dtype="bfloat16")
-    init = jax.jit(models.from_config(config).init)
-    params = init(jax.random.key(0), None)["params"]
-    stacked = params if scan else _stacked(params)
-    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    kernels = stacked["blocks"]["ffn"]["up"]["kernel"]
-    assert kernels.shape == (3, 32, 64)
-    assert float(kernels.std()) == pytest.approx(0.02, rel=0.05)
-    assert len(np.unique(kernels)) > 0.99 * kernels.size
-    again = init(jax.random.key(0), None)["params"]
-    jax.tree.map(np.testing.assert_array_equal, params, again)
+def test_every_block_of_a_scan_begins_with_its_own_numbers():
+  """And one seed gives one model, in float32."""
+  init = jax.jit(models.from_config(make_vit()).init)
+  params, again, other = (init(jax.random.key(i), None) for i in (0, 0, 1))
+  jax.tree.map(np.testing.assert_array_equal, params, again)
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+  name = lambda tree: tree["params"]["blocks"]["ffn"]["up"]["kernel"]
+  kernels = np.stack([name(params), name(other)])
+  assert kernels.shape == (2, 3, 32, 64)
+  assert float(kernels.std()) == pytest.approx(0.02, rel=0.05)
+  assert len(np.unique(kernels)) > 0.99 * kernels.size
 
 
 def _rows(config):
@@ -222,11 +219,19 @@ def test_accuracy_is_the_share_of_labels_that_are_likeliest():
   assert float(measured["validation_loss"]) == pytest.approx(expected, rel=1e-6)
 
 
+# Sixteen images, all of them in every step.
+FEW = {
+  "data__path": "shapes:count=16",
+  "data__validation_fraction": 0.5,
+  "train__batch": 16,
+}
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
   """The model as written, under the BF16 policy, and under NVFP4."""
   workdir = tmp_path_factory.mktemp("images")
-  config = make_vit(compare__recipes=RECIPES, optimizer__peak_lr=1e-2)
+  config = make_vit(compare__recipes=RECIPES, **FEW)
   return compare.run(config, workdir), workdir
 
 
@@ -242,15 +247,17 @@ def test_runs_learn_and_nvfp4_is_close(compared):
   comparison, workdir = compared
   for run in comparison.runs:
     _, values = run.series("loss")
-    assert values[-3:].mean() < values[:3].mean() - 0.02
+    assert values[-1] < values[0] - 0.25
+    _, plain = comparison.baseline.series("loss")
+    np.testing.assert_allclose(values, plain, rtol=0.01)
     result = run.result
     records = metrics.read(workdir / "runs" / result.recipe / "metrics.jsonl")
     measured = [r for r in records if "validation_loss" in r]
     assert [r["step"] for r in measured] == [5, 10]
     assert measured[-1]["validation_loss"] == result.validation_loss
     assert measured[-1]["validation_accuracy"] == result.validation_accuracy
-    assert result.unigram_entropy == pytest.approx(math.log(10))
-    assert result.tokens == 10 * 8 * 16
+    assert math.log(8) < result.unigram_entropy < math.log(10)
+    assert result.tokens == 10 * 16 * 16
   assert 0 < abs(comparison.gap(comparison.runs[2])) < 3
 
 
@@ -272,7 +279,7 @@ def test_results_hold_what_applies(compared):
 def test_command_says_the_accuracy(compared, capsys):
   """Of the finished run, which is read back whole."""
   comparison, workdir = compared
-  config = make_vit(optimizer__peak_lr=1e-2, data__cache=str(workdir / "data"))
+  config = make_vit(data__cache=str(workdir / "data"), **FEW)
   train.command(config, workdir / "runs" / "nvfp4")
   result = comparison.runs[2].result
   said = capsys.readouterr().out
@@ -282,7 +289,7 @@ def test_command_says_the_accuracy(compared, capsys):
 
 def test_resumed_run_is_the_run_that_was_not_killed(compared, tmp_path: Path):
   """Killed at step 7, whose steps since checkpoint 4 come again, bit by bit."""
-  config = make_vit(optimizer__peak_lr=1e-2)
+  config = make_vit(**FEW)
   straight = losses(compared[1] / "runs" / "nvfp4")
   with pytest.MonkeyPatch.context() as patch:
     written = metrics.Writer.write
