@@ -145,6 +145,16 @@ def test_configuration_gives_the_shapes():
     assert other.identity["hash"] != found.identity["hash"]
 
 
+def test_other_images_are_another_experiment(tmp_path):
+  """A file that changed after an interruption, or another version of NumPy."""
+  config = make_vit()
+  identity = images.read(config).identity
+  config_lib.save(config, identity, tmp_path)
+  config_lib.check_text(config, identity, tmp_path)
+  with pytest.raises(errors.UserError, match=r"on other images: .* 420 images"):
+    config_lib.check_text(config, identity | {"hash": "0"}, tmp_path)
+
+
 def _random(seed, *shape):
   return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
