@@ -4,8 +4,16 @@ Claim: the paper's recipe also trains a model that reads images, by the same
   runner; patch embedding and head stay in BF16.
 Command: python -m experiments.compare --config=configs/vit.py --workdir=DIR
 Expected: not run at this length; the gap to BF16 is what it measures. Chance is
-  an accuracy of 10 % and a loss of ln 10 = 2.303.
-Cost: not measured; 512,000 images of 64 patches a recipe, for a GPU.
+  an accuracy of 10 % and a loss of ln 10 = 2.303. With the flags below, 0.2 M
+  parameters and two of four blocks in NVFP4 end, for seeds 0 and 1, at
+  validation losses of 1.2815 and 1.2602 (BF16), 1.2889 and 1.2739 (NVFP4): gaps
+  of +0.57 and +1.09 %, accuracies of 46 to 49 %.
+Cost: not measured; 512,000 images of 64 patches a recipe, for a GPU. With
+  --config.model.layers=4 --config.model.d=64 --config.model.heads=2
+  --config.model.kv_heads=2 --config.model.ffn=256 --config.model.scan=True
+  --config.optimizer.peak_lr=2e-3 --config.train.steps=300
+  --config.train.batch=64 --config.train.checkpoint_every=300
+  2.8 minutes a seed on 2 shared CPU cores (2026-12-07).
 """
 
 from configs import base
