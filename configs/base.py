@@ -22,6 +22,10 @@ def get_config() -> ConfigDict:
   config.policy.first = 1  # nemotron: blocks left in BF16 at the beginning
   config.policy.last = 1  # nemotron: and at the end
   config.policy.fraction = 0.15  # last_fraction: of the blocks, rounded up
+  # Healing: the last steps in BF16.
+  config.policy.heal = ConfigDict()
+  config.policy.heal.fraction = 0.0  # of the steps; 0 never heals
+  config.policy.heal.gemms = "both"  # or "forward", "backward"
 
   # What all models read.
   config.model = ConfigDict()
@@ -99,7 +103,11 @@ def get_config() -> ConfigDict:
   config.sample.length = 64  # tokens, prompt included
   config.sample.temperature = 0.8
 
-  # What experiments.compare trains; gaps are relative to the first.
+  # What experiments.compare trains; gaps are relative to the first. Fields that
+  # differ may follow a recipe: "nvfp4+policy.last=0".
   config.compare = ConfigDict()
-  config.compare.recipes = ("bf16", "nvfp4")
+  config.compare.recipes = "bf16,nvfp4"
+  # Runs at a time, each a process of its own; 0 trains one after the other in
+  # this one. Several share the device, and its speed.
+  config.compare.processes = 0
   return config.lock()

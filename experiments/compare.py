@@ -6,7 +6,12 @@ Model, data, order, initialisation and schedule are the same in all runs. The
 same command continues where it was interrupted; finished runs are not repeated.
 """
 
+import ast
+from collections.abc import Mapping
 from collections.abc import Sequence
+from concurrent import futures
+import json
+import multiprocessing
 from pathlib import Path
 import shlex
 import sys
@@ -28,7 +33,7 @@ from experiments import train
 def run(
   config: ConfigDict, workdir: str | Path, arguments: Sequence[str] = ()
 ) -> report.Comparison:
-  """Trains under each of ``config.compare.recipes`` and writes the report.
+  """Trains each of ``config.compare.recipes`` and writes the report.
 
   Args:
     config: of ``configs/``; ``config.recipe`` is not read.
@@ -42,31 +47,69 @@ def run(
     UserError: as ``train.run``, before any run has started.
   """
   began, workdir = time.perf_counter(), Path(workdir)
-  recipes = _recipes(config)
-  configs = {name: _with_recipe(config, name, workdir) for name in recipes}
+  names = _names(config)
+  configs = {name: variant(config, name, workdir) for name in names}
   # Whatever is wrong with the last run is said before the first one starts.
-  for name in recipes:
+  for name in names:
     _ = train.make_experiment(configs[name]).coverage
-  corpus = _check_workdir(config, recipes, workdir)
+  corpus = _check_workdir(config, names, workdir)
+  if config.compare.processes:
+    _train_in_processes(configs, workdir, config.compare.processes)
   runs = []
-  for name in recipes:
+  for name in names:
     folder = _folder(workdir, name)
-    result = train.run(configs[name], folder, corpus=corpus, brief=True)
+    result = train.run(
+      configs[name], folder, corpus=corpus, brief=True, name=name
+    )
     records = metrics.read(folder / "metrics.jsonl")
-    runs.append(report.Run(result=result, records=records))
+    runs.append(report.Run(name=name, result=result, records=records))
   comparison = report.Comparison(
     runs=tuple(runs),
     config=config_lib.identity(config),
-    commands=_commands(arguments, workdir, recipes),
+    commands=_commands(arguments, workdir, names),
     versions=config_lib.versions(),
     seconds=time.perf_counter() - began,
+    processes=config.compare.processes,
   )
   report.write(comparison, workdir)
   return comparison
 
 
+def _train_in_processes(
+  configs: Mapping[str, ConfigDict], workdir: Path, count: int
+) -> None:
+  """Trains in new processes, ``count`` at a time; they share the device.
+
+  Each is one run alone, so what its process allocates is its own. What a run
+  raises is raised here.
+  """
+  pool = futures.ProcessPoolExecutor(
+    count,
+    mp_context=multiprocessing.get_context("spawn"),
+    max_tasks_per_child=1,
+  )
+  with pool:
+    pending = [
+      pool.submit(_train_alone, config.to_json(), _folder(workdir, name), name)
+      for name, config in configs.items()
+    ]
+    try:
+      for done in futures.as_completed(pending):
+        done.result()
+    except BaseException:
+      for run in pending:
+        run.cancel()
+      raise
+
+
+def _train_alone(config: str, folder: Path, name: str) -> None:
+  """``train.run`` in a process of its own."""
+  fields = ConfigDict(json.loads(config)).lock()
+  train.run(fields, folder, brief=True, name=name)
+
+
 def _check_workdir(
-  config: ConfigDict, recipes: Sequence[str], workdir: Path
+  config: ConfigDict, names: Sequence[str], workdir: Path
 ) -> Any:
   """Raises unless all runs in ``workdir`` are of this very comparison.
 
@@ -78,54 +121,97 @@ def _check_workdir(
     raise errors.UserError(
       f"--workdir={workdir} holds a single run; give another --workdir."
     )
-  there = [n for n in recipe_lib.NAMES if _folder(workdir, n).exists()]
-  names = dict.fromkeys([*recipes, *there])
-  configs = {name: _with_recipe(config, name, workdir) for name in names}
+  there = sorted(path.name for path in (workdir / "runs").glob("[!.]*"))
+  every = dict.fromkeys([*names, *there])
+  configs = {name: variant(config, name, workdir) for name in every}
   for name, one in configs.items():
     config_lib.check_workdir(one, _folder(workdir, name))
-  if all((_folder(workdir, n) / "result.json").exists() for n in recipes):
+  if all((_folder(workdir, n) / "result.json").exists() for n in names):
     return None
   folders = [_folder(workdir, name) for name in configs]
-  return train.read_corpus(configs[recipes[0]], workdir, folders)
+  return train.read_corpus(configs[names[0]], workdir, folders)
 
 
-def _recipes(config: ConfigDict) -> tuple[str, ...]:
-  """The recipes to compare; a flag gives bf16,nvfp4 as one string."""
-  asked = config.compare.recipes
-  recipes = tuple(x.strip() for item in asked for x in str(item).split(","))
-  unknown = [name for name in recipes if name not in recipe_lib.NAMES]
-  if not recipes or unknown or len(set(recipes)) < len(recipes):
+def _names(config: ConfigDict) -> tuple[str, ...]:
+  """What to compare."""
+  names = tuple(x.strip() for x in config.compare.recipes.split(","))
+  unknown = [n for n in names if n.split("+")[0] not in recipe_lib.NAMES]
+  if unknown or len(set(names)) < len(names):
     raise errors.UserError(
-      f"config.compare.recipes={','.join(recipes)!r}; needed some of"
+      f"config.compare.recipes={','.join(names)!r}; needed some of"
       f" {', '.join(recipe_lib.NAMES)}, each once, as in"
-      " --config.compare.recipes=bf16,nvfp4."
+      " --config.compare.recipes=bf16,nvfp4; fields that differ may follow, as"
+      " in nvfp4+policy.last=0."
     )
-  return recipes
+  return names
 
 
-def _folder(workdir: Path, recipe: str) -> Path:
-  return workdir / "runs" / recipe
+def _folder(workdir: Path, name: str) -> Path:
+  return workdir / "runs" / name
 
 
-def _with_recipe(config: ConfigDict, recipe: str, workdir: Path) -> ConfigDict:
-  config = config.copy_and_resolve_references()
+def variant(config: ConfigDict, name: str, workdir: Path) -> ConfigDict:
+  """The configuration of one run of a comparison.
+
+  Args:
+    config: of the comparison.
+    name: a recipe, and after each + a field that differs from ``config``, as
+      "nvfp4+policy.last=0".
+    workdir: of the comparison.
+
+  Raises:
+    UserError: no such field, or a value that is none of its type.
+  """
+  config = config.copy_and_resolve_references().unlock()
+  recipe, *fields = name.split("+")
   config.recipe = recipe
   config.data.cache = config.data.cache or str(workdir / "data")
-  return config
+  known = config_lib.field_names(config)
+  for item in fields:
+    field, _, text = item.partition("=")
+    if field not in known or field.startswith(("compare.", "data.cache")):
+      raise errors.UserError(
+        f"config.compare.recipes: {name!r} sets {field!r}, which is no field"
+        " of a run; write RECIPE+FIELD=VALUE with fields of configs/base.py, as"
+        " nvfp4+policy.last=0."
+      )
+    before = config_lib.lookup(config)(field)
+    config.update_from_flattened_dict({field: _parsed(before, text, item)})
+  return config.lock()
+
+
+def _parsed(before, text: str, item: str):
+  """A value of the type of the one before it."""
+  if isinstance(before, str):
+    return text
+  try:
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    value = None
+  if isinstance(before, float) and type(value) is int:
+    value = float(value)
+  if type(value) is not type(before):
+    raise errors.UserError(
+      f"config.compare.recipes: {item!r}; needed a {type(before).__name__}, as"
+      f" {before!r}."
+    )
+  return value
 
 
 def _commands(
-  arguments: Sequence[str], workdir: Path, recipes: Sequence[str]
+  arguments: Sequence[str], workdir: Path, names: Sequence[str]
 ) -> tuple[str, ...]:
   """This comparison's command, and the command of each of its runs alone."""
   if not arguments:
     return ()
   commands = ["python -m experiments.compare " + shlex.join(arguments)]
   shared = _without_workdir(arguments)
-  for recipe in recipes:
-    alone = f"--config.recipe={recipe}", f"--workdir={workdir}-{recipe}"
-    alone_command = shlex.join([*shared, *alone])
-    commands.append(f"python -m experiments.train {alone_command}")
+  for name in names:
+    recipe, *fields = name.split("+")
+    folder = f"{workdir}-{name}"
+    alone = [f"--config.recipe={recipe}", *(f"--config.{x}" for x in fields)]
+    command = shlex.join([*shared, *alone, f"--workdir={folder}"])
+    commands.append(f"python -m experiments.train {command}")
   return tuple(commands)
 
 

@@ -13,6 +13,7 @@ from experiments import errors
 from experiments import files
 from experiments import images
 from experiments import models
+from experiments import recipe
 from experiments import synthetic
 from experiments.models import hybrid
 
@@ -90,8 +91,10 @@ _CHOICES = {
   "model.attention": ("xla", "cudnn"),
   "model.dtype": ("bfloat16", "float32"),
   "optimizer.schedule": ("cosine", "wsd"),
+  "policy.heal.gemms": tuple(recipe.HEALED),
 }
 _FRACTIONS = (
+  "policy.heal.fraction",
   "data.validation_fraction",
   "optimizer.final_lr_fraction",
   "optimizer.warmup_fraction",
@@ -167,7 +170,7 @@ def check(config: ConfigDict) -> None:
       raise errors.UserError(
         f"config.{name} is missing; start from configs.base.get_config()."
       )
-  value = _lookup(config)
+  value = lookup(config)
   _check_numbers(config, value)
   for name, choices in _CHOICES.items():
     if value(name) not in choices:
@@ -274,7 +277,9 @@ def _check_hybrid(model: ConfigDict) -> None:
     )
 
 
-def _lookup(config: ConfigDict):
+def lookup(config: ConfigDict):
+  """The function from a dotted name to the field's value."""
+
   def value(name):
     found = config
     for part in name.split("."):
@@ -314,7 +319,7 @@ def check_workdir(config: ConfigDict, workdir: Path) -> None:
   here = ConfigDict(identity(config))
   if there == here:
     return
-  old, new = _lookup(there), _lookup(here)
+  old, new = lookup(there), lookup(here)
   names = sorted({*field_names(there), *field_names(here)})
   differing = [n for n in names if _get(old, n) != _get(new, n)]
   first = differing[0]

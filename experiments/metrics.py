@@ -35,6 +35,8 @@ def to_json(content: dict) -> str:
   def plain(value):
     if isinstance(value, dict):
       return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+      return [plain(inner) for inner in value]
     infinite = isinstance(value, float) and not math.isfinite(value)
     return None if infinite else value
 

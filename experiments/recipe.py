@@ -37,6 +37,13 @@ POLICIES = {
   "bf16": lambda recipe, policy: fp4jax.policies.bf16(),
 }
 
+HEALED: dict[str, dict[str, bool]] = {
+  "both": {},
+  "forward": {"backward": False},
+  "backward": {"forward": False},
+}
+"""What ``config.policy.heal.gemms`` may be."""
+
 
 def check(config: ConfigDict) -> None:
   """Raises ``UserError`` for a recipe or a policy that does not exist."""
@@ -82,12 +89,44 @@ def quantised(model: nn.Module, config: ConfigDict) -> Callable:
     f(variables, tokens, fp4_key=None) → logits, for every recipe alike; it
     takes ``model.apply``'s keyword arguments too.
   """
-  policy = make_policy(config)
+  return under(model, make_policy(config))
+
+
+def under(model: nn.Module, policy: fp4jax.Policy | None) -> Callable:
+  """``model.apply`` under a policy; None takes the key and leaves it."""
   if policy is None:
     return lambda variables, tokens, fp4_key=None, **kwargs: model.apply(
       variables, tokens, **kwargs
     )
   return fp4jax.quantize(model.apply, policy)
+
+
+def make_phases(
+  config: ConfigDict,
+) -> tuple[tuple[int, fp4jax.Policy | None], ...]:
+  """Steps and the policies that begin there: the usual one, then the healed.
+
+  Returns:
+    Pairs of ``fp4jax.Schedule``; None in place of the recipe "none"'s policy.
+
+  Raises:
+    UserError: there is nothing to heal.
+  """
+  policy, heal = make_policy(config), config.policy.heal
+  if not heal.fraction:
+    return ((0, policy),)
+  if policy is None or policy.default is None or not policy.default.quantises:
+    raise errors.UserError(
+      f"config.policy.heal.fraction={heal.fraction} with"
+      f" config.recipe={config.recipe!r} and config.policy.name="
+      f"{config.policy.name!r}, which quantise nothing; set it to 0.0."
+    )
+  healed = fp4jax.policies.healed(policy, **HEALED[heal.gemms])
+  steps = config.train.steps
+  first = steps - max(1, round(heal.fraction * steps))
+  if not first:
+    return ((0, healed),)
+  return fp4jax.Schedule(((0, policy), (first, healed))).phases
 
 
 def coverage(apply: Any, config: ConfigDict, params, tokens) -> str:

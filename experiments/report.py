@@ -20,8 +20,15 @@ from experiments import train
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-  """One finished run and the records of its ``metrics.jsonl``."""
+  """One finished run and the records of its ``metrics.jsonl``.
 
+  Attributes:
+    name: a recipe, and fields that differ from the comparison's.
+    result: what it left.
+    records: of steps and validations.
+  """
+
+  name: str
   result: train.Result
   records: list[dict]
 
@@ -42,6 +49,7 @@ class Comparison:
     commands: that reproduce the comparison, and each run alone.
     versions: of packages, and the device.
     seconds: that the comparison took, finished runs not repeated.
+    processes: that trained at a time; 0 is one run after the other.
   """
 
   runs: tuple[Run, ...]
@@ -49,6 +57,7 @@ class Comparison:
   commands: tuple[str, ...]
   versions: dict[str, str]
   seconds: float
+  processes: int = 0
 
   @property
   def baseline(self) -> Run:
@@ -76,6 +85,7 @@ def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
       "gap %",
       "tokens/s",
       "residuals MB",
+      "peak GB",
       "skipped steps",
       "compile s",
       "seconds",
@@ -85,12 +95,13 @@ def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
     result = run.result
     rows.append(
       (
-        result.recipe,
+        run.name,
         metrics.shown(result.validation_loss, ".4f"),
         *_percent(result.validation_accuracy),
         metrics.shown(comparison.gap(run), "+.2f"),
         f"{result.tokens_per_second:,.0f}",
         f"{sum(result.residual_bytes.values()) / 1e6:.2f}",
+        f"{result.peak_bytes / 1e9:.2f}" if result.peak_bytes else "-",
         str(result.skipped_steps),
         f"{result.compile_seconds:.1f}",
         f"{result.seconds:.0f}",
@@ -109,8 +120,19 @@ def _facts(comparison: Comparison) -> str:
     f"{result.parameters:,} parameters, {result.steps} steps,"
     f" {result.tokens:,} tokens; {task.baseline} of the training"
     f" {task.example}s {result.unigram_entropy:.4f} nats; gaps relative to"
-    f" {result.recipe}; one seed ({comparison.config['seed']});"
-    f" {comparison.versions['device']}; {comparison.seconds:.0f} s"
+    f" {comparison.baseline.name}; one seed ({comparison.config['seed']});"
+    f" {comparison.versions['device']}{_shared(comparison)};"
+    f" {comparison.seconds:.0f} s"
+  )
+
+
+def _shared(comparison: Comparison) -> str:
+  """What several processes at a time mean for speeds."""
+  if comparison.processes < 2:
+    return ""
+  return (
+    f", shared by {comparison.processes} runs at a time, so that speeds tell"
+    " nothing"
   )
 
 
@@ -119,14 +141,14 @@ def verdict(comparison: Comparison) -> str:
   baseline, *others = comparison.runs
   loss = metrics.shown(baseline.result.validation_loss, ".4f")
   if not others:
-    return f"{baseline.result.recipe} ends at validation loss {loss}."
+    return f"{baseline.name} ends at validation loss {loss}."
   gaps = ", ".join(
-    f"{run.result.recipe} {metrics.shown(run.result.validation_loss, '.4f')}"
+    f"{run.name} {metrics.shown(run.result.validation_loss, '.4f')}"
     f" ({metrics.shown(comparison.gap(run), '+.2f')} %)"
     for run in others
   )
   return (
-    f"Final validation loss: {baseline.result.recipe} {loss}, {gaps}. Whether a"
+    f"Final validation loss: {baseline.name} {loss}, {gaps}. Whether a"
     " gap is within the noise of a run is not known from one seed"
     f" ({comparison.config['seed']}): repeat with other --config.seed to tell."
   )
@@ -146,13 +168,14 @@ def summary(comparison: Comparison) -> str:
     "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True))
     for row in rows
   ]
-  last = comparison.runs[-1].result
+  run = comparison.runs[-1]
+  last = run.result
   sample = []
   if last.sample is not None:
-    sample = [f"\nsample of {last.recipe}:", last.sample]
+    sample = [f"\nsample of {run.name}:", last.sample]
   return "\n".join(
     [
-      f"\ncoverage of {last.recipe}:",
+      f"\ncoverage of {run.name}:",
       last.coverage,
       *sample,
       "",
@@ -200,7 +223,7 @@ def captions(comparison: Comparison) -> dict[str, str]:
       " is."
     ),
     "gap": (
-      f"How much higher the loss is than {baseline.result.recipe}'s at the same"
+      f"How much higher the loss is than {baseline.name}'s at the same"
       f" step, in percent: above 0 is worse; lines are {lines}, dots the"
       " validation loss."
     ),
@@ -230,7 +253,7 @@ def _window(run: Run) -> int:
 def _loss(comparison: Comparison) -> figure.Figure:
   new, axes = _axes("Loss", "step", comparison.task.unit)
   for i, run in enumerate(comparison.runs):
-    color, name = f"C{i}", run.result.recipe
+    color, name = f"C{i}", run.name
     steps, losses = run.series("loss")
     axes.plot(steps, smooth(losses, _window(run)), color=color, label=name)
     axes.plot(*run.series("validation_loss"), "o", color=color)
@@ -242,7 +265,7 @@ def _loss(comparison: Comparison) -> figure.Figure:
 
 
 def _gap(comparison: Comparison) -> figure.Figure:
-  title = f"Loss above {comparison.baseline.result.recipe}'s"
+  title = f"Loss above {comparison.baseline.name}'s"
   new, axes = _axes(title, "step", "% (above 0: worse)")
   window = _window(comparison.baseline)
   for i, run in enumerate(comparison.runs[1:], 1):
@@ -251,11 +274,11 @@ def _gap(comparison: Comparison) -> figure.Figure:
       steps, ours = run.series(name)
       _, theirs = comparison.baseline.series(name)
       gap = 100 * (smooth(ours, width) / smooth(theirs, width) - 1)
-      label = run.result.recipe if name == "loss" else None
+      label = run.name if name == "loss" else None
       axes.plot(
         steps[width - 1 :], gap[width - 1 :], style, c=f"C{i}", label=label
       )
-  axes.axhline(0, color="gray", lw=1, label=comparison.baseline.result.recipe)
+  axes.axhline(0, color="gray", lw=1, label=comparison.baseline.name)
   axes.plot([], [], "o", color="gray", label="validation")
   axes.legend()
   return new
@@ -265,7 +288,7 @@ def _memory(runs: Sequence[Run]) -> figure.Figure:
   new, axes = _axes(
     "Kept for the backward pass", "recipe", "MB (1e6 bytes) a micro-batch"
   )
-  names = [run.result.recipe for run in runs]
+  names = [run.name for run in runs]
   kept = [run.result.residual_bytes for run in runs]
   below = np.zeros(len(runs))
   for dtype in sorted(set().union(*kept)):
@@ -281,7 +304,7 @@ def _speed(runs: Sequence[Run]) -> figure.Figure:
   new, axes = _axes(
     "Speed (emulated FP4: no FP4 hardware ran)", "recipe", "tokens/s"
   )
-  names = [run.result.recipe for run in runs]
+  names = [run.name for run in runs]
   axes.bar(names, [run.result.tokens_per_second for run in runs])
   return new
 
@@ -324,12 +347,15 @@ def page(comparison: Comparison, images: dict[str, bytes]) -> str:
     for row in _rows(comparison)
   ]
   rows = [head.replace("td>", "th>"), *body]
-  results = [run.result for run in comparison.runs]
   versions, texts = comparison.versions, captions(comparison)
-  written = {r.recipe: r.sample for r in results if r.sample is not None}
+  written = {
+    run.name: run.result.sample
+    for run in comparison.runs
+    if run.result.sample is not None
+  }
   samples = f"<h2>Samples</h2>\n{_blocks(written)}" if written else ""
   return _PAGE.substitute(
-    title=" vs ".join(html.escape(result.recipe) for result in results),
+    title=" vs ".join(html.escape(run.name) for run in comparison.runs),
     verdict=html.escape(verdict(comparison)),
     facts=html.escape(_facts(comparison)),
     table=f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>",
@@ -339,7 +365,7 @@ def page(comparison: Comparison, images: dict[str, bytes]) -> str:
       f"<figcaption>{html.escape(texts[name])}</figcaption></figure>"
       for name, image in images.items()
     ),
-    coverage=_blocks({r.recipe: r.coverage for r in results}),
+    coverage=_blocks({r.name: r.result.coverage for r in comparison.runs}),
     samples=samples,
     commands=html.escape("\n".join(comparison.commands)),
     versions=html.escape("\n".join(f"{k} {v}" for k, v in versions.items())),
@@ -354,6 +380,16 @@ def _blocks(texts: dict[str, str]) -> str:
   )
 
 
+def _curves(run: Run) -> dict[str, dict[str, list[float]]]:
+  """Steps and losses: in training, rounded to 1e-4 nats, and in validation."""
+  found = {}
+  for name in ("loss", "validation_loss"):
+    steps, values = run.series(name)
+    losses = np.round(values, 4) if name == "loss" else values
+    found[name] = {"step": steps.tolist(), "value": losses.tolist()}
+  return found
+
+
 def write(comparison: Comparison, workdir: Path) -> None:
   """Writes ``report.html``, the plots and ``results.json``."""
   images = {}
@@ -363,16 +399,17 @@ def write(comparison: Comparison, workdir: Path) -> None:
     images[name] = buffer.getvalue()
     files.write(workdir / f"{name}.png", images[name])
   results = {
-    "baseline": comparison.baseline.result.recipe,
+    "baseline": comparison.baseline.name,
     "runs": {
-      run.result.recipe: run.result.to_dict()
-      | {"gap_percent": comparison.gap(run)}
+      run.name: run.result.to_dict()
+      | {"gap_percent": comparison.gap(run), "curves": _curves(run)}
       for run in comparison.runs
     },
     "config": comparison.config,
     "commands": comparison.commands,
     "versions": comparison.versions,
     "seconds": comparison.seconds,
+    "processes": comparison.processes,
   }
   files.write(workdir / "results.json", metrics.to_json(results))
   files.write(workdir / "report.html", page(comparison, images))

@@ -50,10 +50,14 @@ class Result:
     tokens: tokens trained on; of images, patches.
     skipped_steps: steps whose loss or gradient was not finite.
     tokens_per_second: median over the run, compilation left out.
-    compile_seconds: of the train step.
+    compile_seconds: of the train steps.
     seconds: of the whole run; of its last part, if it was interrupted.
-    residual_bytes: kept for the backward pass of a micro-batch, by dtype.
-    coverage: every contraction and what became of it.
+    residual_bytes: kept for the backward pass of a micro-batch, by dtype;
+      before healing.
+    peak_bytes: allocated on the device at most, in the life of this process;
+      0 where the device does not tell.
+    coverage: every contraction and what became of it, before healing and in
+      it.
     sample: text that the model wrote; None where it writes none.
     validation_accuracy: share of the held-out images whose label the model
       gets right; None where it labels none.
@@ -70,6 +74,7 @@ class Result:
   compile_seconds: float
   seconds: float
   residual_bytes: dict[str, int]
+  peak_bytes: int
   coverage: str
   sample: str | None = None
   validation_accuracy: float | None = None
@@ -81,15 +86,38 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
-  """A configuration made concrete: functions and shapes, nothing computed."""
+class Phase:
+  """The functions that train and validate from a step on.
 
-  config: ConfigDict
+  Attributes:
+    first: the step.
+    apply: the model, as ``recipe.quantised`` gives it.
+    loss: in training.
+    validation_loss: without what a model adds in training.
+    train_step: of ``state.make_train_step``.
+  """
+
+  first: int
   apply: Callable
   loss: state_lib.ModelLoss
   validation_loss: state_lib.ModelLoss
-  initialise: Callable[[], state_lib.State]
   train_step: Callable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+  """A configuration made concrete: functions and shapes, nothing computed.
+
+  Attributes:
+    config: the configuration.
+    phases: at least one, from step 0; healing adds the second.
+    initialise: gives the state before step 0.
+    batch: of a step, as shapes and dtypes.
+  """
+
+  config: ConfigDict
+  phases: tuple[Phase, ...]
+  initialise: Callable[[], state_lib.State]
   batch: Any
 
   @property
@@ -101,6 +129,30 @@ class Experiment:
   def tokens(self) -> jax.ShapeDtypeStruct:
     """The batch, of a model that reads tokens."""
     return self.batch
+
+  def at(self, step: int) -> Phase:
+    """The phase of the step that follows ``step`` others."""
+    return [phase for phase in self.phases if phase.first <= step][-1]
+
+  @property
+  def apply(self) -> Callable:
+    """The model as the first step trains it."""
+    return self.phases[0].apply
+
+  @property
+  def loss(self) -> state_lib.ModelLoss:
+    """The loss of the first step."""
+    return self.phases[0].loss
+
+  @property
+  def validation_loss(self) -> state_lib.ModelLoss:
+    """What the first phase validates with."""
+    return self.phases[0].validation_loss
+
+  @property
+  def train_step(self) -> Callable:
+    """The first step."""
+    return self.phases[0].train_step
 
   @functools.cached_property
   def shapes(self) -> state_lib.State:
@@ -118,7 +170,15 @@ class Experiment:
   def coverage(self) -> str:
     """What is quantised; raises if the policy does not fit the model."""
     inputs, _ = jax.eval_shape(self.loss.split, self.micro_batch)
-    return recipe.coverage(self.apply, self.config, self.shapes.params, inputs)
+    tables = [
+      recipe.coverage(phase.apply, self.config, self.shapes.params, inputs)
+      for phase in self.phases
+    ]
+    later = [
+      f"\nfrom step {phase.first} on:\n{table}"
+      for phase, table in zip(self.phases[1:], tables[1:], strict=True)
+    ]
+    return "\n".join([tables[0], *later])
 
   def residual_bytes(self) -> dict[str, int]:
     """Bytes kept for the backward pass of one micro-batch, by dtype."""
@@ -131,32 +191,38 @@ class Experiment:
 def make_experiment(config: ConfigDict) -> Experiment:
   """The experiment of a configuration, after checking all of its fields."""
   config_lib.check(config)
-  model = models.from_config(config)
-  task = tasks.of(config.model.name)
-  apply = recipe.quantised(model, config)
-  loss = task.loss(apply, auxiliary=model.auxiliary)
+  model, task = models.from_config(config), tasks.of(config.model.name)
   batch = task.batch(config)
-  inputs, _ = jax.eval_shape(loss.split, _of_examples(batch, 1))
+  inputs, _ = jax.eval_shape(task.loss.split, _of_examples(batch, 1))
   schedule = state_lib.make_schedule(config.optimizer, config.train.steps)
   optimizer = state_lib.make_optimizer(config.optimizer, schedule)
+
+  def make_phase(first, policy):
+    apply = recipe.under(model, policy)
+    loss = task.loss(apply, auxiliary=model.auxiliary)
+    return Phase(
+      first=first,
+      apply=apply,
+      loss=loss,
+      validation_loss=task.loss(apply),
+      train_step=state_lib.make_train_step(
+        loss,
+        optimizer,
+        schedule,
+        seed=config.seed,
+        accumulate=config.train.accumulate,
+      ),
+    )
+
   return Experiment(
     config=config,
-    apply=apply,
-    loss=loss,
-    validation_loss=task.loss(apply),
+    phases=tuple(make_phase(*phase) for phase in recipe.make_phases(config)),
     initialise=functools.partial(
       state_lib.initialise,
       model,
       optimizer,
       config.seed,
       inputs,
-    ),
-    train_step=state_lib.make_train_step(
-      loss,
-      optimizer,
-      schedule,
-      seed=config.seed,
-      accumulate=config.train.accumulate,
     ),
     batch=batch,
   )
@@ -192,6 +258,7 @@ def run(
   *,
   corpus: Any = None,
   brief: bool = False,
+  name: str = "",
 ) -> Result:
   """Trains, or continues, or returns what is finished.
 
@@ -200,6 +267,7 @@ def run(
     workdir: a folder, new or of this very experiment.
     corpus: what ``read_corpus`` returned, if it was called already.
     brief: whether to print the coverage's count instead of its table.
+    name: what the run is called in what it prints; "" is its recipe.
 
   Returns:
     The result.
@@ -212,6 +280,7 @@ def run(
     fp4jax.UnsupportedError: this device cannot serve the recipe.
   """
   began, workdir = time.perf_counter(), Path(workdir)
+  name = name or config.recipe
   experiment = make_experiment(config)
   config_lib.check_workdir(config, workdir)
   if (workdir / "runs").exists():
@@ -220,7 +289,7 @@ def run(
     )
   finished = workdir / "result.json"
   if finished.exists():
-    print(f"{config.recipe}: already finished, in {workdir}")
+    print(f"{name}: already finished, in {workdir}")
     return Result(**metrics.from_json(finished.read_text()))
   table = experiment.coverage
   size = _bytes(experiment.shapes)
@@ -230,11 +299,12 @@ def run(
   files.write(workdir / "coverage.txt", f"{table}\n")
   shown = table
   if brief:
-    lines = [x for x in table.splitlines() if not x.startswith("backend ")]
-    shown = f"{lines[-1]}: {workdir / 'coverage.txt'}"
-  print(_describe(experiment, corpus), shown, sep="\n", flush=True)
+    lines = table.split("\n\nfrom step")[0].splitlines()
+    count = [x for x in lines if not x.startswith("backend ")][-1]
+    shown = f"{count}: {workdir / 'coverage.txt'}"
+  print(_describe(name, experiment, corpus), shown, sep="\n", flush=True)
 
-  params, compile_seconds = _train(experiment, corpus, workdir)
+  params, compile_seconds = _train(name, experiment, corpus, workdir)
   records = metrics.read(workdir / "metrics.jsonl")
   last = {name: value for r in records for name, value in r.items()}
   loss = last["validation_loss"]
@@ -252,23 +322,25 @@ def run(
     compile_seconds=compile_seconds,
     seconds=time.perf_counter() - began,
     residual_bytes=experiment.residual_bytes(),
+    peak_bytes=_peak_bytes(),
     coverage=table,
-    sample=experiment.task.sample(config, corpus, experiment.apply, params),
+    sample=experiment.task.sample(
+      config, corpus, experiment.phases[-1].apply, params
+    ),
   )
   files.write(finished, metrics.to_json(result.to_dict()))
   return result
 
 
 def _train(
-  experiment: Experiment, corpus: Any, workdir: Path
+  name: str, experiment: Experiment, corpus: Any, workdir: Path
 ) -> tuple[Any, float]:
   """The trained parameters, and the seconds that the step took to compile."""
   config, train = experiment.config, experiment.config.train
   batches = experiment.task.training_batches(config, corpus)
   held_out = experiment.task.validation_batches(config, corpus)
-  measures = jax.jit(experiment.validation_loss.measures)
 
-  def evaluate(params):
+  def evaluate(measures, params):
     found = [jax.device_get(measures(params, batch)) for batch in held_out]
     return jax.tree.map(lambda *x: statistics.fmean(map(float, x)), *found)
 
@@ -277,16 +349,22 @@ def _train(
       state = jax.jit(experiment.initialise)()
     else:
       state, _ = saved.restore(experiment.shapes, batches)
-      print(f"{config.recipe}: continues from step {saved.latest}")
-    step = int(state.step)
-    train_step, compile_seconds = _compile(experiment)
+      print(f"{name}: continues from step {saved.latest}")
+    step, phase, compile_seconds = int(state.step), None, 0.0
     with (
       metrics.Writer(workdir, step) as writer,
-      metrics.Progress(config.recipe, step, train.steps) as progress,
-      _interruptible(config.recipe, saved) as terminated,
+      metrics.Progress(name, step, train.steps) as progress,
+      _interruptible(name, saved) as terminated,
     ):
       log = Log(config, writer, progress, step)
       while step < train.steps:
+        if experiment.at(step) is not phase:
+          log.flush()
+          phase = experiment.at(step)
+          train_step, seconds = _compile(experiment, phase)
+          compile_seconds += seconds
+          measures = jax.jit(phase.validation_loss.measures)
+          log.pause()
         state, measured = train_step(state, next(batches))
         step += 1
         log.add(measured)
@@ -297,13 +375,13 @@ def _train(
         if evaluates or saves or step % train.log_every == 0:
           log.flush()
         if evaluates:
-          log.pause(step, evaluate(state.params))
+          log.pause(step, evaluate(measures, state.params))
         if saves:
           saved.save(state, batches, {"seed": config.seed})
           log.pause()
         if stops:
           raise errors.Stopped(
-            f"{config.recipe}: terminated; {saved.outlook()}",
+            f"{name}: terminated; {saved.outlook()}",
             128 + signal.SIGTERM,
           )
   return state.params, compile_seconds
@@ -331,10 +409,10 @@ def _interruptible(
       signal.signal(signal.SIGTERM, before)
 
 
-def _compile(experiment: Experiment) -> tuple[Callable, float]:
+def _compile(experiment: Experiment, phase: Phase) -> tuple[Callable, float]:
   """The train step, compiled for good: other shapes raise, never recompile."""
   began = time.perf_counter()
-  jitted = jax.jit(experiment.train_step, donate_argnums=0)
+  jitted = jax.jit(phase.train_step, donate_argnums=0)
   compiled = jitted.lower(experiment.shapes, experiment.batch).compile()
   return compiled, time.perf_counter() - began
 
@@ -359,6 +437,8 @@ class Log:
 
   def flush(self) -> None:
     """Writes what is pending; raises after too many skipped steps."""
+    if not self._pending:
+      return
     train = self._config.train
     measured = jax.device_get(self._pending)
     now = time.perf_counter()
@@ -396,10 +476,10 @@ class Log:
     self._since = time.perf_counter()
 
 
-def _describe(experiment: Experiment, corpus: Any) -> str:
+def _describe(name: str, experiment: Experiment, corpus: Any) -> str:
   config = experiment.config
   lines = [
-    f"{config.recipe}: {_parameters(experiment):,} parameters; parameters,"
+    f"{name}: {_parameters(experiment):,} parameters; parameters,"
     f" gradients and moments float32, arithmetic {config.model.dtype}",
     *experiment.task.describe(config, corpus),
   ]
@@ -408,6 +488,11 @@ def _describe(experiment: Experiment, corpus: Any) -> str:
 
 def _tokens_per_step(config: ConfigDict) -> int:
   return config.train.batch * tasks.of(config.model.name).length(config)
+
+
+def _peak_bytes() -> int:
+  stats = jax.devices()[0].memory_stats()
+  return stats["peak_bytes_in_use"] if stats else 0
 
 
 def _parameters(experiment: Experiment) -> int:

@@ -87,12 +87,29 @@ def _unserved(recipe: recipes.Recipe) -> str | None:
   for name in recipes.GEMMS:
     gemm = getattr(recipe, name)
     for operand in (gemm.lhs, gemm.rhs) if gemm else ():
-      if operand.format not in _FORMATS:
-        return f"{name} has the format {operand.format}, which has no kernel"
-      if operand.rht is not None and operand.rht.size != 16:
-        return f"{name} rotates {operand.rht.size} elements, not 16"
-      if operand.rht is not None and operand.block[0] != 1:
-        return f"{name} rotates an operand of square blocks"
+      if lacking := lacks_kernel(operand):
+        return f"{name} {lacking}"
+  return None
+
+
+def lacks_kernel(operand: recipes.Operand) -> str | None:
+  """Why no kernel quantises an operand, as what a GEMM does; None if one does.
+
+  >>> lacks_kernel(recipes.Operand(row_scale=True))
+  'has an operand with row_scale, which has no kernel'
+  """
+  if operand.format not in _FORMATS:
+    return f"has the format {operand.format}, which has no kernel"
+  if operand.rht is not None and operand.rht.size != 16:
+    return f"rotates {operand.rht.size} elements, not 16"
+  if operand.rht is not None and operand.block[0] != 1:
+    return "rotates an operand of square blocks"
+  if operand.rht is not None and operand.rht.signs is None:
+    return "draws the signs of its rotation, which no kernel does"
+  if operand.rounding == "eden":
+    return "has an operand rounded by EDEN, which has no kernel"
+  if operand.row_scale:
+    return "has an operand with row_scale, which has no kernel"
   return None
 
 

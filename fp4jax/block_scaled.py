@@ -21,7 +21,15 @@ from fp4jax import scaling
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=("codes", "scales", "tensor_scale"),
-  meta_fields=("format", "block", "shape", "axis", "dtype", "packed"),
+  meta_fields=(
+    "format",
+    "block",
+    "shape",
+    "axis",
+    "dtype",
+    "packed",
+    "row_scale",
+  ),
 )
 @dataclasses.dataclass(frozen=True)
 class BlockScaled:
@@ -32,13 +40,15 @@ class BlockScaled:
       where ``packed``, two codes a byte.
     scales: uint8 [*batch, m, blocks] or, for square blocks, [*batch, m blocks,
       blocks]; None without blocks.
-    tensor_scale: float32 [*batch]; NaN where the operand was not finite.
+    tensor_scale: float32 [*batch]; NaN where the operand was not finite. With
+      ``row_scale`` [*batch, m]; NaN where the row was not.
     format: name of the format.
     block: (rows, contraction elements) that share a scale.
     shape: [*batch, m, k], the shape before padding.
     axis: the contraction axis of the array that was quantised.
     dtype: its dtype.
     packed: whether two codes share a byte.
+    row_scale: whether rows have a tensor scale each.
   """
 
   codes: jax.Array
@@ -50,6 +60,7 @@ class BlockScaled:
   axis: int
   dtype: Any
   packed: bool
+  row_scale: bool = False
 
   def decode(self, dtype=jnp.bfloat16) -> jax.Array:
     """Codes times block scales, [*batch, m, k]: exact in BF16."""
@@ -65,7 +76,7 @@ class BlockScaled:
 
   def dequantize(self, dtype=jnp.float32) -> jax.Array:
     """The values that the operand stands for, in the original layout."""
-    x = self.decode(jnp.float32) * self.tensor_scale[..., None, None]
+    x = self.decode(jnp.float32) * _wide(self.tensor_scale, self)
     return jnp.moveaxis(x, -1, self.axis).astype(dtype)
 
   def pack(self) -> "BlockScaled":
@@ -145,7 +156,7 @@ def quantize_array(
       its own, with its own tensor scale.
     operand: format, block, rounding.
     key: a PRNG key, or the uint32[3] stream of ``rounding.site_stream``; needed
-      for stochastic rounding.
+      for stochastic rounding and for drawn signs.
     axis: the contraction axis, -1 or -2.
     packed: store 4-bit codes two a byte.
 
@@ -153,7 +164,8 @@ def quantize_array(
     A ``BlockScaled`` with the contraction axis last.
 
   Raises:
-    ValueError: for fewer than two axes, or stochastic rounding without a key.
+    ValueError: for fewer than two axes, or an operand that needs a key (its
+      rounding or its rotation is random) without one.
 
   >>> import fp4jax
   >>> x = jnp.array([[0.0, 1.0, -2.5, 6.0] + 12 * [0.0]])
@@ -166,11 +178,14 @@ def quantize_array(
       f"quantize_array: x has shape {x.shape}, needed [*batch, m, k]; add an"
       " axis of size 1."
     )
-  if operand.rounding == "rne":
+  if not operand.stochastic:
     stream = None
   elif key is None:
+    what = f"rounding={operand.rounding!r}"
+    if operand.rounding == "rne":
+      what = "rht.signs=None"
     raise ValueError(
-      "quantize_array: rounding='sr' needs a key; pass key=jax.random.key(0)."
+      f"quantize_array: {what} needs a key; pass key=jax.random.key(0)."
     )
   elif getattr(key, "shape", None) == (3,):
     stream = key
@@ -188,7 +203,7 @@ class Quantised(NamedTuple):
     codes: a ``BlockScaled``, the contraction axis last.
     decoded: BF16 codes times block scales; a contraction axis that is rotated
       is padded to the rotation.
-    tensor_scale: float32 [*batch].
+    tensor_scale: float32 [*batch], or [*batch, m] of rows.
   """
 
   codes: BlockScaled | None
@@ -200,6 +215,7 @@ def quantize(
   x,
   operand: "recipes.Operand",
   stream=None,
+  rotation=None,
   *,
   axis: int = -1,
   codes: bool = True,
@@ -212,6 +228,8 @@ def quantize(
     x: [*batch, m, k] float, k contracted; for ``axis`` -2 [*batch, k, m].
     operand: format, block, rounding.
     stream: uint32[3] of ``rounding.site_stream``, for stochastic rounding.
+    rotation: likewise, for signs of the rotation that are drawn; None is
+      ``stream``.
     axis: the contraction axis, -1 or -2.
     codes: whether codes are wanted.
     decoded: whether decoded values are wanted.
@@ -224,6 +242,7 @@ def quantize(
   elements, scales, tensor_scale, values = _quantize(
     _read(x),
     stream,
+    _rotation(operand, stream, rotation),
     operand=operand,
     axis=axis,
     codes=codes,
@@ -239,13 +258,23 @@ def quantize(
 
 
 def quantize_joined(
-  x, operand: "recipes.Operand", stream=None, *, axis: int = -1
+  x, operand: "recipes.Operand", stream=None, rotation=None, *, axis: int = -1
 ) -> JoinedBlockScaled:
   """The packed codes of ``quantize``, in one array; of the same arguments."""
-  data = _quantize_joined(_read(x), stream, operand=operand, axis=axis)
+  rotation = _rotation(operand, stream, rotation)
+  data = _quantize_joined(
+    _read(x), stream, rotation, operand=operand, axis=axis
+  )
   packed = formats.FORMATS[operand.format].packed
   like = _block_scaled(x, operand, axis, packed, None, None, None)
   return JoinedBlockScaled(data, like)
+
+
+def _rotation(operand, stream, rotation):
+  """The stream that signs are drawn from, None where they are fixed."""
+  if operand.rht is None or operand.rht.signs is not None:
+    return None
+  return stream if rotation is None else rotation
 
 
 def _read(x):
@@ -267,6 +296,7 @@ def _block_scaled(x, operand, axis, packed, codes, scales, tensor_scale):
     axis=axis,
     dtype=x.dtype,
     packed=packed,
+    row_scale=operand.row_scale,
   )
 
 
@@ -278,23 +308,28 @@ def rotated_shape(shape, rht):
 
 
 @_jax.compiled_once
-def _quantize(x, stream, *, operand, axis, codes, decoded, packed):
+def _quantize(x, stream, rotation, *, operand, axis, codes, decoded, packed):
   """``_parts`` of an operand, its codes packed."""
-  elements, *rest = _parts(x, stream, operand, axis, codes, decoded)
+  elements, *rest = _parts(x, stream, rotation, operand, axis, codes, decoded)
   return (formats.pack(elements) if codes and packed else elements, *rest)
 
 
 @_jax.compiled_once
-def _quantize_joined(x, stream, *, operand, axis):
+def _quantize_joined(x, stream, rotation, *, operand, axis):
   """Packed codes, block scales and tensor scale as bytes [*batch, n]."""
-  elements, scales, scale, _ = _parts(x, stream, operand, axis, True, False)
+  elements, scales, scale, _ = _parts(
+    x, stream, rotation, operand, axis, True, False
+  )
   elements = _in_one_row(elements)[..., 0, :]
   if formats.FORMATS[operand.format].packed:
     elements = formats.pack(elements)
   parts = [elements]
   if scales is not None:
     parts.append(_in_one_row(scales)[..., 0, :])
-  parts.append(lax.bitcast_convert_type(scale, jnp.uint8))
+  scale = lax.bitcast_convert_type(scale, jnp.uint8)
+  if operand.row_scale:
+    scale = scale.reshape(*scale.shape[:-2], scale.shape[-2] * 4)
+  parts.append(scale)
   return jnp.concatenate(parts, -1)
 
 
@@ -307,44 +342,52 @@ def _decode_joined(data, *, like):
   blocks = -(-k // (fmt.block or 1))
   shape = *batch, m, blocks * width
   size = m * blocks * width // (2 if like.packed else 1)
-  codes, scales, scale = jnp.split(data, (size, data.shape[-1] - 4), axis=-1)
+  last = 4 * m if like.row_scale else 4
+  codes, scales, scale = jnp.split(data, (size, data.shape[-1] - last), axis=-1)
   codes = formats.unpack(codes) if like.packed else codes
   if fmt.block:
     scales = scales.reshape(*batch, -(-m // rows), blocks)
   values = _values(codes.reshape(shape), scales, fmt, rows)
+  if like.row_scale:
+    scale = scale.reshape(*batch, m, 4)
   scale = lax.bitcast_convert_type(scale, jnp.float32)
   return values[..., :k].astype(jnp.bfloat16), scale
 
 
-def _parts(x, stream, operand, axis, codes, decoded):
+def _parts(x, stream, rotation, operand, axis, codes, decoded):
   """Codes, block scale codes, tensor scale and decoded values of an operand."""
   fmt = formats.FORMATS[operand.format]
   x = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
-  x = hadamard.rht(x, operand.rht) if operand.rht else x
+  x = hadamard.rht(x, operand.rht, rotation) if operand.rht else x
   size = x.shape[-1]
   x = hadamard.pad_last(x, fmt.block or 1)
   shape = x.shape
-  if operand.block[0] == 1 and _jax.compiles_units():
+  if _joins_rows(operand):
     # One row: what works on blocks is compiled once for as many blocks.
     x = _in_one_row(x)
   magnitude = scaling.magnitude(x)
   tops = (
     scaling.block_amax(magnitude, operand.block) if fmt.block else magnitude
   )
-  amax = scaling.operand_amax(tops)
+  find_amax = scaling.row_amax if operand.row_scale else scaling.operand_amax
+  amax = find_amax(tops)
   finite = jnp.isfinite(amax)
   random = None
   if operand.rounding == "sr":
     random = rounding.random_bits(stream, shape, operand.sr_bits)
     random = random.reshape(x.shape)
+  if operand.rounding == "eden":  # a number a block
+    blocks = (*shape[:-1], shape[-1] // operand.block[1])
+    random = rounding.random_bits(stream, blocks, operand.sr_bits)
+    random = random.reshape(tops.shape)
   if fmt.block is None:
     encode = scaling.encode_scale(amax, fmt.element.max)
     live = finite & (amax >= scaling.SMALLEST)
-    per_element = jnp.where(live, encode, 0.0)[..., None, None]
+    per_element = _wide(jnp.where(live, encode, 0.0), operand)
     elements = _encode(x, per_element, fmt.element.max, fmt, operand, random)
     scales, decode = None, scaling.divide(1.0, encode)
   else:
-    live = (tops >= scaling.SMALLEST) & finite[..., None, None]
+    live = (tops >= scaling.SMALLEST) & _wide(finite, operand)
     tops = jnp.where(live, tops, 0.0)
     if fmt.scale == "e8m0":
       elements, scales = _microscale(x, tops, fmt, operand, random)
@@ -370,6 +413,17 @@ def _decode(codes, scales, *, format, rows, packed, size, dtype):
   codes = formats.unpack(codes) if packed else codes
   values = _values(codes, scales, formats.FORMATS[format], rows)
   return values[..., :size].astype(dtype)
+
+
+def _joins_rows(operand) -> bool:
+  """Whether an operand is quantised as one row: blocks are compiled once."""
+  alone = operand.block[0] == 1 and not operand.row_scale
+  return alone and _jax.compiles_units()
+
+
+def _wide(scale, operand):
+  """Tensor scales [*batch], or [*batch, m] of rows, against [*batch, m, k]."""
+  return scale[..., None] if operand.row_scale else scale[..., None, None]
 
 
 def _in_one_row(x):
@@ -412,32 +466,33 @@ def _microscale(x, tops, fmt, operand, random):
 
 def _two_level(x, amax, tops, fmt, operand, random):
   """NVFP4: E4M3 block scales under a float32 tensor scale."""
-  six = operand.four_over_six
+  six, eden = operand.four_over_six, operand.rounding == "eden"
+  per_element = None if eden else random
   encode, decode, per_block, scale_max = scaling.two_level_scale(amax, operand)
-  v = tops * per_block[..., None, None]
+  v = tops * _wide(per_block, operand)
   v = jnp.where((tops == 0) | (v < scaling.NORMAL), 0.0, v)
 
   def candidate(v, limit):
     shape = v.shape
-    if _jax.compiles_units():
+    if _jax.compiles_units() and not operand.row_scale:
       v = _in_one_row(v)
     scales = scaling.encode_block_scale(v, fmt.scale, operand.rounding)
     scales = lax.optimization_barrier(scales)
     value = scaling.decode_block_scale(scales, fmt.scale)
     inverse = jnp.where(
-      value == 0, 0.0, scaling.divide(1.0, value * decode[..., None, None])
+      value == 0, 0.0, scaling.divide(1.0, value * _wide(decode, operand))
     )
     # Unfused: a scale is worked out once a block, not once an element.
     inverse = lax.optimization_barrier(inverse)
     scales, value = scales.reshape(shape), value.reshape(shape)
     inverse = inverse.reshape(shape)
-    codes = _encode_blocks(x, inverse, limit, fmt, operand, random)
+    codes = _encode_blocks(x, inverse, limit, fmt, operand, per_element)
     return scales, value, codes
 
   scales, value, codes = candidate(jnp.minimum(v, scale_max), 6.0)
   if six:
     codes = lax.optimization_barrier(codes)
-    target = _clear_low_bits(x * encode[..., None, None])
+    target = _clear_low_bits(x * _wide(encode, operand))
     error = _block_error(target, value, codes, fmt, operand)
     v4 = jnp.minimum(1.5 * v, 1.5 * scale_max)
     limit4 = 4.0 if fmt.scale == "restricted" else 6.0
@@ -447,7 +502,50 @@ def _two_level(x, amax, tops, fmt, operand, random):
     scales = jnp.where(better, scales4, scales)
     rows = _rows(better, operand.block[0], x)
     codes = jnp.where(_spread(rows, x), codes4, codes)
+  if eden:
+    scaled = x * _wide(encode, operand)
+    scales, codes = _eden(scaled, value, codes, random, fmt, operand)
   return codes, scales, decode
+
+
+def _eden(scaled, value, codes, random, fmt, operand):
+  """Block scales s ⟨y, y⟩ / ⟨y, Q(y)⟩, rounded stochastically, and codes.
+
+  Over random rotations the expectation of what is so corrected is y, where that
+  of the nearest codes is shorter.
+
+  Args:
+    scaled: [*batch, m, k] values in units of the tensor scale.
+    value: [*batch, m, blocks] block scales that the codes are of.
+    codes: [*batch, m, k], rounded to nearest.
+    random: uint32 bits of every block.
+    fmt: the format.
+    operand: the operand.
+
+  References:
+    Vargaftik et al., "EDEN: communication-efficient and robust distributed mean
+    estimation", ICML 2022; Quartet II, arXiv 2601.22813, section 4.
+  """
+  # To 12 significant bits, so that every product is exact.
+  half_up = formats.float_bits(scaled) + jnp.uint32(0x800)
+  y = formats.bits_float(half_up & jnp.uint32(0xFFFFF000))
+  codes = lax.optimization_barrier(codes)
+  q = _times_blocks(formats.decode(codes, fmt.element), value)
+  y, q = lax.optimization_barrier((y, q))
+  blocks = (*value.shape, operand.block[1])
+  squares = _pairwise_sum((y * y).reshape(blocks))
+  products = _pairwise_sum((y * q).reshape(blocks))
+  zero = value == 0
+  ratio = scaling.divide(
+    jnp.where(zero, 1.0, squares), jnp.where(zero, 1.0, products)
+  )
+  corrected = jnp.minimum(ratio * value, fmt.scale_max)
+  corrected = lax.optimization_barrier(corrected)
+  index = formats.round_to_grid(
+    corrected, formats.E4M3, random, operand.sr_bits
+  )
+  gone = _spread(index == 0, scaled)
+  return index.astype(jnp.uint8), jnp.where(gone, jnp.uint8(0), codes)
 
 
 def _clear_low_bits(x):

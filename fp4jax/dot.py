@@ -82,7 +82,8 @@ def dot(
 
   Returns:
     What ``lax.dot_general`` returns, of the same shape and dtype. NaN
-    everywhere where an operand holds NaN or Inf.
+    everywhere where an operand holds NaN or Inf; in that operand's row alone
+    where it has ``row_scale``.
 
   Raises:
     MissingKeyError: a stochastically rounded GEMM runs and ``key`` is None.
@@ -251,11 +252,11 @@ def x_axes(dimension_numbers, weight: str) -> tuple[tuple, tuple]:
 def shares(recipe: recipes.Recipe) -> bool:
   """Whether products of one operand may quantise it once.
 
-  They may unless it is rounded stochastically: each has a stream of its own.
+  They may unless it is quantised at random: each has a stream of its own.
   """
   gemms = recipe.fprop, recipe.wgrad
   return recipe.quantises and not any(
-    gemm is not None and gemm.lhs.rounding == "sr" for gemm in gemms
+    gemm is not None and gemm.lhs.stochastic for gemm in gemms
   )
 
 
@@ -355,6 +356,12 @@ def _gemm(name: str, lhs: GemmOperand, rhs: GemmOperand, dtype, spec):
   if left_scale is None:
     y = _contracted(left, right, contract, dtype, spec.precision)
     return y.astype(dtype)
+  rows, columns = (
+    o.quantised is not None and o.quantised.row_scale for o in (lhs, rhs)
+  )
+  if rows or columns:  # of the result
+    left_scale = left_scale[..., None] if rows else left_scale[..., None, None]
+    right_scale = jnp.expand_dims(right_scale, -2 if columns else (-2, -1))
   factors = scaling.product_factors(left_scale, right_scale)
   if spec.multiplier == "hopper":
     if element != jnp.bfloat16:  # tensor cores take bytes K-major alone
@@ -373,7 +380,7 @@ def _gemm(name: str, lhs: GemmOperand, rhs: GemmOperand, dtype, spec):
   left, right = (x.astype(jnp.bfloat16) for x in (left, right))
   y = _contracted(left, right, contract, jnp.float32, None)
   for factor in factors:
-    y = y * factor[..., None, None]
+    y = y * (factor if rows or columns else factor[..., None, None])
   return y.astype(dtype)
 
 

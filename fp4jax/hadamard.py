@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp4jax import recipes
+from fp4jax import rounding
 
 
 def pad_last(x, multiple: int):
@@ -24,13 +25,19 @@ def round_to_bf16(x):
   return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-def signs(rht: "recipes.Rht") -> np.ndarray:
-  """float32[size] of +1 and -1: -1 where bit i of ``rht.signs`` is set."""
+def signs(rht: "recipes.Rht", stream=None):
+  """float32[size] of +1 and -1: -1 where bit i of ``rht.signs`` is set.
+
+  Where these are None, the bits are the stream's ``rounding.rotation_bits``.
+  """
+  if rht.signs is None:
+    bits = rounding.rotation_bits(stream)[: rht.size]
+    return jnp.where(bits == 1, np.float32(-1), np.float32(1))
   bits = [(rht.signs >> (i % 16)) & 1 for i in range(rht.size)]
   return np.where(bits, -1.0, 1.0).astype(np.float32)
 
 
-def rht(x, rht: "recipes.Rht"):
+def rht(x, rht: "recipes.Rht", stream=None):
   """``y = (x ∘ s) H / sqrt(size)`` along the last axis, in groups of ``size``.
 
   The sums run as a float32 butterfly in Sylvester order (strides 1, 2, 4, ...)
@@ -39,6 +46,7 @@ def rht(x, rht: "recipes.Rht"):
   Args:
     x: [..., k] float; zero-padded to a multiple of ``rht.size``.
     rht: size and sign vector.
+    stream: uint32[3] that signs are drawn from, where ``rht.signs`` is None.
 
   Returns:
     [..., k padded] float32 array of BF16 values.
@@ -48,7 +56,7 @@ def rht(x, rht: "recipes.Rht"):
   """
   x = pad_last(x.astype(jnp.float32), rht.size)
   *lead, k = x.shape
-  y = _times(x.reshape(*lead, k // rht.size, rht.size), signs(rht))
+  y = _times(x.reshape(*lead, k // rht.size, rht.size), signs(rht, stream))
   plus_minus = np.array([[1], [-1]], np.float32)
   stride = 1
   while stride < rht.size:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from fp4jax import backends
 from fp4jax import block_scaled
+from fp4jax import errors
 from fp4jax import formats
 from fp4jax import hadamard
 from fp4jax import recipes
@@ -85,7 +86,16 @@ def quantize(
 
   Returns:
     The results of both requests; decoded values in the operand's own layout.
+
+  Raises:
+    UnsupportedError: an operand has no kernel.
   """
+  for request in (rows, columns):
+    if request and (lacking := backends.lacks_kernel(request.operand)):
+      raise errors.UnsupportedError(
+        f"kernels: a GEMM {lacking}; use backend='reference', which computes it"
+        " on every device."
+      )
   arrays = _quantize_batch(
     x,
     streams,

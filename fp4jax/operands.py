@@ -145,7 +145,8 @@ class GemmOperand:
     array: [*batch, rows, columns] as the model wrote it, decoded BF16 values,
       or codes.
     contract: the axis that is contracted, -1 or -2.
-    decoded_scale: the tensor scale [*batch] of decoded values.
+    decoded_scale: the tensor scale of decoded values, [*batch], or [*batch,
+      rows] where the operand has ``row_scale``.
     quantised: how the array was quantised, None where it was not.
   """
 
@@ -255,7 +256,7 @@ def weight_codes(w, gemms, stream, spec) -> tuple[GemmOperand, ...] | None:
     codes.
   """
   sides = [gemm and gemm.rhs for gemm in gemms]
-  if any(side is None or side.rounding == "sr" for side in sides):
+  if any(side is None or side.stochastic for side in sides):
     return None
   uses = Use(sides[0], W, kept=True), Use(sides[1], WT, kept=True)
   made = weight_operands(w, uses, stream, spec)
@@ -320,19 +321,26 @@ def _k_major_only(use: Use, spec: Spec) -> bool:
 
 
 def _by_reference(x, use, streams, packed):
-  stream = streams.of(use.place) if use.operand.rounding == "sr" else None
+  stream = streams.of(use.place) if use.operand.rounding != "rne" else None
+  rotation = None
+  if use.operand.rht is not None and use.operand.rht.signs is None:
+    rotation = streams.of(use.place & ~1)  # both operands draw lhs's
   axis = -2 if use.transposed else -1
   if not (use.kept or packed):
     result = block_scaled.quantize(
-      x, use.operand, stream, axis=axis, codes=False, decoded=True
+      x, use.operand, stream, rotation, axis=axis, codes=False, decoded=True
     )
     decoded, scale = result.decoded, result.tensor_scale
     return None, GemmOperand(decoded, -1, scale, use.operand)
   codes: Any
   if _jax.compiles_units():
-    codes = block_scaled.quantize_joined(x, use.operand, stream, axis=axis)
+    codes = block_scaled.quantize_joined(
+      x, use.operand, stream, rotation, axis=axis
+    )
   else:
-    codes = block_scaled.quantize(x, use.operand, stream, axis=axis).codes
+    codes = block_scaled.quantize(
+      x, use.operand, stream, rotation, axis=axis
+    ).codes
   return codes, GemmOperand(codes, -1, quantised=use.operand)
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp4jax import backends
+from fp4jax import errors
 from fp4jax import formats
 from fp4jax import recipes
 from fp4jax import scaling
@@ -71,6 +72,7 @@ def ragged_dot(
   Raises:
     MissingKeyError: a stochastically rounded GEMM runs and ``key`` is None.
     ValueError: ``lhs`` or ``rhs`` is no real float or of another rank.
+    UnsupportedError: an operand has ``row_scale``; or as of ``fp4jax.dot``.
   """
   if lhs.ndim != 2 or rhs.ndim != 3:
     raise ValueError(
@@ -82,6 +84,15 @@ def ragged_dot(
       raise ValueError(f"{site}: {name} has dtype {x.dtype}, needed a float.")
   check_sharding(site, lhs, rhs)
   backend = backends.check(recipe, backend).name
+  for name in recipes.GEMMS:
+    gemm = getattr(recipe, name)
+    if gemm and (gemm.lhs.row_scale or gemm.rhs.row_scale):
+      raise errors.UnsupportedError(
+        f"{site}: {name} of recipe {recipe.name} has row_scale=True, which"
+        " ragged_dot does not compute; use"
+        f' recipes.change(recipe, "{name}", row_scale=False), or exclude the'
+        f' site with Rule(path="{site}", recipe=None).'
+      )
   dtype = np.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
   spec = Spec(recipe, dtype, precision, site, backend)
   streams = None if key is None else operand_streams(key)

@@ -207,6 +207,14 @@ def _random_groups(stream, rows, groups, *, count, batched, bits):
   return lax.bitcast_convert_type(words, halves).reshape(count, 128 // bits)
 
 
+def rotation_bits(stream):
+  """uint32[128] of 0 and 1, of a counter that no element of an operand has."""
+  last = jnp.uint32(0xFFFFFFFF)
+  words = jnp.stack(philox4x32((last, last, last, stream[2]), stream[:2]))
+  places = jnp.arange(32, dtype=jnp.uint32)
+  return (words[:, None] >> places & 1).reshape(128)
+
+
 def offset(random, bits: int):
   """What stochastic rounding adds, in grid steps.
 

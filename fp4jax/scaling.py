@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp4jax import _jax
+from fp4jax import errors
 from fp4jax import formats
 from fp4jax import hadamard
 from fp4jax import recipes
@@ -108,6 +109,25 @@ def operand_amax(magnitudes):
   return lax.pmax(local, varying) if varying else local
 
 
+def row_amax(magnitudes):
+  """float32 [*batch, m] amax of every row of an operand, Inf for NaN.
+
+  Args:
+    magnitudes: [*batch, m, k], of its elements or its blocks.
+
+  Raises:
+    UnsupportedError: inside a ``shard_map``, where nothing says which axis of
+      the operand is divided.
+  """
+  if varying := _jax.varying_axes(magnitudes):
+    raise errors.UnsupportedError(
+      f"row_scale=True inside a shard_map over {', '.join(varying)}: whether"
+      " rows are divided, or their contraction, is not known there; use"
+      " row_scale=False, or quantise outside of shard_map, under auto axes."
+    )
+  return largest(magnitudes, (-1,))
+
+
 def encode_scale(amax, top: float):
   """S_enc = top / amax, 1 where amax is zero."""
   return jnp.where(amax < SMALLEST, 1.0, divide(np.float32(top), amax))
@@ -117,7 +137,7 @@ class TwoLevelScale(NamedTuple):
   """What an operand's amax says about the scales of its blocks.
 
   Attributes:
-    encode: float32 [*batch], multiplies values.
+    encode: float32 [*batch], [*batch, m] for a scale a row; multiplies values.
     decode: its reciprocal, the tensor scale.
     per_block: multiplies a block's amax, to give its scale.
     block_max: the largest block scale.
@@ -130,9 +150,10 @@ class TwoLevelScale(NamedTuple):
 
 
 def two_level_scale(amax, operand: "recipes.Operand") -> TwoLevelScale:
-  """The scales of an operand of the float32 amax [*batch]."""
+  """The scales of an operand of the float32 amax [*batch] or [*batch, m]."""
   fmt = formats.FORMATS[operand.format]
-  six = operand.four_over_six
+  # Room for the scales of 4/6, and for EDEN's corrected ones.
+  six = operand.four_over_six or operand.rounding == "eden"
   block_max = 256.0 if six and fmt.scale == "e4m3" else fmt.scale_max
   guard = operand.scale_guard
   encode = encode_scale(amax, 6 * block_max * guard)

@@ -139,6 +139,12 @@ def round_bf16(x):
   return flush(np.where(np.abs(rounded) > largest, infinite, rounded))
 
 
+def round12(x):
+  """FP32 rounded to 12 significant bits, halves away from zero."""
+  pattern = np.asarray(x, F32).view(np.uint32) + np.uint32(0x800)
+  return (pattern & np.uint32(0xFFFFF000)).view(F32)
+
+
 def clear12(x):
   """FP32 with the low 12 bits of the pattern cleared."""
   pattern = np.asarray(x, F32).view(np.uint32)
@@ -182,11 +188,21 @@ def mx_exponent(block_amax, largest):
 # Random Hadamard transform
 
 
-def rht(x, size=16, signs=0xD7E8):
-  """Groups of `size` along the last axis, zero-padded, signed, rotated."""
+def rht(x, size=16, signs=0xD7E8, stream=None):
+  """Groups of `size` along the last axis, zero-padded, signed, rotated.
+
+  `signs` None draws them from the stream: the 128 bits of a counter that no
+  element has.
+  """
   x = pad(flush(x), 1, size)
-  # The page has 16 signs; longer groups repeat them.
-  sign = [-1.0 if signs >> i % 16 & 1 else 1.0 for i in range(size)]
+  if signs is None:
+    k0, k1, loop = (int(word) for word in stream)
+    last = 2**32 - 1
+    words = philox4x32((last, last, last, loop), (k0, k1))
+    bits = [int(words[i // 32]) >> i % 32 & 1 for i in range(size)]
+  else:  # The page has 16 signs; longer groups repeat them.
+    bits = [signs >> i % 16 & 1 for i in range(size)]
+  sign = [-1.0 if bit else 1.0 for bit in bits]
   groups = x.reshape(*x.shape[:-1], -1, size) * np.array(sign, F32)
   stride = 1
   with np.errstate(over="ignore", invalid="ignore"):
@@ -254,7 +270,8 @@ def site_stream(key, site, operand, loop=0):
 class Quantized(NamedTuple):
   """codes [*batch, m, k] uint8, one a byte, padded to whole blocks along k;
   scales [*batch, rows of blocks, blocks] uint8 patterns, or None;
-  tensor_scale [*batch] float32; values [*batch, m, k]: code * block scale."""
+  tensor_scale [*batch] float32, [*batch, m] where rows have one each;
+  values [*batch, m, k]: code * block scale."""
 
   codes: np.ndarray
   scales: np.ndarray | None
@@ -262,7 +279,10 @@ class Quantized(NamedTuple):
   values: np.ndarray
 
   def dequantize(self):
-    return self.values * self.tensor_scale[..., None, None].astype(np.float64)
+    scale = self.tensor_scale.astype(np.float64)
+    for _ in range(self.values.ndim - scale.ndim):
+      scale = scale[..., None]
+    return self.values * scale
 
 
 def pad(x, rows, columns):
@@ -303,13 +323,28 @@ def block_error(x, s_enc, decoded):
   return pairwise(pairwise(multiply(d, d), axis=-1), axis=-2)
 
 
+def eden(x, s_enc, s, codes, decoded, bits):
+  """The correction <y, y> / <y, Q(y)> of each block [.., 16], moved into its
+  scale s, which is rounded stochastically to E4M3 by `bits`."""
+  y = round12(multiply(x, s_enc))
+  squares = pairwise(pairwise(multiply(y, y), axis=-1), axis=-2)
+  products = multiply(y, decoded.astype(F32))
+  products = pairwise(pairwise(products, axis=-1), axis=-2)
+  ratio = divide(np.where(s == 0, 1, squares), np.where(s == 0, 1, products))
+  corrected = np.minimum(multiply(ratio, s), F32(448))
+  patterns = encode(corrected, "E4M3", bits)
+  s = grid("E4M3")[patterns][..., :, None, :, None]
+  codes = np.where(s == 0, np.uint8(0), codes)
+  return codes, patterns, decode(codes, "E2M1") * s
+
+
 def nvfp4(x, fmt, rounding, scale_guard, four_over_six, bits, sr_bits):
   """x: blocks. Returns codes, scales' patterns, S_dec, code * scale."""
   scale_max = FORMATS[fmt][2]
   exact = fmt == "nvfp4_fp8_exact"
   if exact and rounding == "rne":
     four_over_six = True
-  elif four_over_six:
+  elif four_over_six or rounding == "eden":
     scale_max = 256.0
   c = F32(1 / (6 * scale_guard))
   block_amax = np.max(np.abs(x), axis=(-3, -1), initial=0)
@@ -322,7 +357,11 @@ def nvfp4(x, fmt, rounding, scale_guard, four_over_six, bits, sr_bits):
   v = multiply(block_amax, multiply(s_enc, c)[..., None, None])
   v = np.where(block_amax < SMALLEST, F32(0), v)
   s = round_scale(np.minimum(v, scale_max), fmt, rounding)
-  codes, decoded = nvfp4_candidate(x, s, s_dec[wide], 6, bits, sr_bits)
+  element_bits = None if rounding == "eden" else bits
+  codes, decoded = nvfp4_candidate(x, s, s_dec[wide], 6, element_bits, sr_bits)
+  if rounding == "eden":
+    codes, patterns, decoded = eden(x, s_enc[wide], s, codes, decoded, bits)
+    return codes, patterns, s_dec, decoded
   if four_over_six:
     v4 = np.minimum(multiply(1.5, v), 1.5 * scale_max)
     s4 = round_scale(v4, fmt, rounding)
@@ -371,15 +410,18 @@ def quantize(
   scale_guard=1.0,
   four_over_six=False,
   sr_bits=16,
+  row_scale=False,
   stream=None,
+  rotation=None,
 ):
   """An operand `[*batch, m, k]` float32 as the page quantises it.
 
   `rotate` is None or the (size, signs) of an RHT; `stream` the three words
-  that SR draws its bits from.
+  that SR draws its bits from, `rotation` those of signs that are None.
   """
-  x = rht(x, *rotate) if rotate else flush(x)
-  *_, m, k = x.shape
+  rotation = stream if rotation is None else rotation
+  x = rht(x, *rotate, rotation) if rotate else flush(x)
+  *batch, m, k = x.shape
   element, length, _ = FORMATS[fmt]
   rows = block[0] if length else 1
   columns = length or 1
@@ -387,13 +429,20 @@ def quantize(
   if rounding == "sr":
     bits = random_bits(stream, x.shape, sr_bits)
     bits = pad(bits, rows, columns)
+  if rounding == "eden":  # a number a block
+    bits = random_bits(stream, (*batch, m, -(-k // columns)), sr_bits)
+  if row_scale:  # each row is an operand of its own, but for its bits
+    x = x[..., None, :]
+    bits = None if bits is None else bits[..., None, :]
   finite = np.isfinite(x).all(axis=(-2, -1))
   x = pad(np.where(finite[..., None, None], x, F32(0)), rows, columns)
   if length is None:
     codes, scales, tensor_scale, values = fp8(x, element, bits, sr_bits)
   else:
     tiles = blocks(x, rows, columns)
-    tile_bits = None if bits is None else blocks(bits, rows, columns)
+    tile_bits = bits
+    if rounding == "sr":
+      tile_bits = blocks(bits, rows, columns)
     if fmt.startswith("mx"):
       result = microscaling(tiles, element, tile_bits, sr_bits)
     else:
@@ -401,11 +450,15 @@ def quantize(
         tiles, fmt, rounding, scale_guard, four_over_six, tile_bits, sr_bits
       )
     codes, scales, tensor_scale, values = result
-  codes = codes.reshape(x.shape)[..., :m, :].astype(np.uint8)
-  values = values.reshape(x.shape)[..., :m, :]
+  kept = x.shape[-2] if row_scale else m
+  codes = codes.reshape(x.shape)[..., :kept, :].astype(np.uint8)
+  values = values.reshape(x.shape)[..., :kept, :]
   codes = np.where(finite[..., None, None], codes, np.uint8(0))
   values = np.where(finite[..., None, None], values, 0.0)
   tensor_scale = np.where(finite, tensor_scale, F32(np.nan)).astype(F32)
+  if row_scale:
+    codes, values = codes[..., 0, :], values[..., 0, :]
+    scales = None if scales is None else scales[..., 0, :]
   return Quantized(codes, scales, tensor_scale, values)
 
 
@@ -431,8 +484,12 @@ class Product(NamedTuple):
 def gemm(lhs, rhs):
   """lhs [m, k] times rhs [n, k] transposed, of two Quantized, float64."""
   a, b = lhs.values, np.swapaxes(rhs.values, -1, -2)
-  scale = multiply(lhs.tensor_scale, rhs.tensor_scale).astype(np.float64)
-  scale = scale[..., None, None]
+  left, right = lhs.tensor_scale, rhs.tensor_scale
+  left = left[..., None] if left.ndim == a.ndim - 1 else left[..., None, None]
+  right = (
+    right[..., None, :] if right.ndim == b.ndim - 1 else right[..., None, None]
+  )
+  scale = multiply(left, right).astype(np.float64)
   return Product(a @ b * scale, np.abs(a) @ np.abs(b) * np.abs(scale))
 
 
@@ -467,6 +524,7 @@ def linear(x, w, g, recipe=None, key=(0, 0), site=0, loop=0):
         continue
       stream = site_stream(key, site, 2 * index + side, loop)
       array = operands[name][side]
-      pair.append(quantize(array, stream=stream, **options))
+      rotation = site_stream(key, site, 2 * index, loop)  # both sides share it
+      pair.append(quantize(array, stream=stream, rotation=rotation, **options))
     products.append(gemm(*pair))
   return tuple(products)

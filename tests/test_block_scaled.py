@@ -40,8 +40,15 @@ def _operands():
   for fmt in ("fp8_e4m3", "fp8_e5m2"):
     yield {"fmt": fmt}
     yield {"fmt": fmt, "rounding": "sr"}
+  yield {"row_scale": True}
+  yield {"row_scale": True, "rounding": "sr", "rotate": oracle.ROTATE}
+  yield {"fmt": "nvfp4_fp8_exact", "four_over_six": True, "row_scale": True}
+  yield {"fmt": "fp8_e5m2", "row_scale": True}
+  yield EDEN
+  yield {"rounding": "eden", "rotate": (16, 0xD7E8), "row_scale": True}
 
 
+EDEN = {"rounding": "eden", "rotate": (128, None), "scale_guard": 6.073 / 6}
 OPERANDS = list(_operands())
 # One of each kind, for tests that compile per shape.
 SOME = [
@@ -50,6 +57,8 @@ SOME = [
   {"fmt": "nvfp4_fp8_exact", "rounding": "sr", "sr_bits": 8},
   {"fmt": "mxfp8", "block": (1, 32)},
   {"fmt": "fp8_e5m2", "rounding": "sr"},
+  {"row_scale": True, "rotate": (32, None)},
+  EDEN,
 ]
 
 
@@ -67,7 +76,7 @@ def operand(options):
 
 
 def quantize(x, options, **kwargs):
-  stream = jnp.asarray(STREAM) if options.get("rounding") == "sr" else None
+  stream = jnp.asarray(STREAM) if operand(options).stochastic else None
   return fp4jax.quantize_array(x, operand(options), stream, **kwargs)
 
 
@@ -194,7 +203,8 @@ def test_small_and_batched(options, shape):
   and which have a tensor scale each."""
   x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
   q = quantize(x, options, packed=False)
-  assert q.tensor_scale.shape == shape[:-2]
+  rows = options.get("row_scale", False)
+  assert q.tensor_scale.shape == (shape[:-1] if rows else shape[:-2])
   assert_same(q, oracle.quantize(x, stream=STREAM, **options))
 
 
@@ -292,7 +302,7 @@ def test_joined_codes_are_the_codes(options, axis, shape):
   """Values, tensor scales, and how many bytes there are."""
   x = np.random.default_rng(0).standard_t(3, shape)
   x = jnp.asarray(x, jnp.bfloat16)
-  stream = jnp.asarray(STREAM) if options.get("rounding") == "sr" else None
+  stream = jnp.asarray(STREAM) if operand(options).stochastic else None
   joined = block_scaled.quantize_joined(x, operand(options), stream, axis=axis)
   values, tensor_scale = joined.decode()
   want = quantize(x, options, axis=axis)

@@ -83,6 +83,8 @@ RECIPES = {
   "fp8_e4m3": recipes.fp8("fp8_e4m3"),
   "1x16 weights, guard, 8 bits": _variant(scale_guard=16 / 17, sr_bits=8),
   "four over six, 32-wide rotation": _variant(four_over_six=True),
+  "row_scale": recipes.row_scale(),
+  "ms_eden": recipes.ms_eden(),
 }
 
 
@@ -131,6 +133,7 @@ def oracle_recipe(recipe):
       "scale_guard": operand.scale_guard,
       "four_over_six": operand.four_over_six,
       "sr_bits": operand.sr_bits,
+      "row_scale": operand.row_scale,
     }
 
   three = {

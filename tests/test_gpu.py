@@ -16,6 +16,7 @@ import pytest
 import fp4jax
 from fp4jax import Operand
 from fp4jax import Rht
+from fp4jax import backends
 from fp4jax import kernels
 from fp4jax import policies
 from fp4jax import recipes
@@ -51,6 +52,11 @@ OPERANDS = {
   "mxfp8_e5m2": Operand(format="mxfp8_e5m2", block=(1, 32)),
   "fp8_e4m3": Operand(format="fp8_e4m3"),
   "fp8_e5m2_sr": Operand(format="fp8_e5m2", rounding="sr"),
+  "rht128_drawn": Operand(rht=Rht(size=128, signs=None)),
+  "row_scale": Operand(row_scale=True),
+  "row_scale_rht_sr": Operand(row_scale=True, rht=Rht(), rounding="sr"),
+  "row_scale_fp8": Operand(format="fp8_e4m3", row_scale=True),
+  "eden": recipes.ms_eden().dgrad.lhs,
 }
 
 
@@ -132,7 +138,14 @@ def test_a19_operand_made_in_the_same_program(name):
 @pytest.mark.parametrize(
   # Relative errors on N(0,1): the design's numerics.md, section 4, +- 5 %.
   ("recipe", "expected"),
-  [("nvfp4", (0.146, 0.176, 0.166)), ("fp8", (0.0375, 0.053, 0.053))],
+  [
+    ("nvfp4", (0.146, 0.176, 0.166)),
+    ("fp8", (0.0375, 0.053, 0.053)),
+    ("row_scale", (0.146, 0.176, 0.166)),
+    ("scale_guard", (0.146, 0.189, 0.180)),
+    ("ms_eden", (0.146, 0.1365, 0.1365)),
+    ("quartet_ii", (0.123, 0.1365, 0.1365)),
+  ],
 )
 def test_quantised_products_differ_by_the_expected_error(recipe, expected):
   recipe = getattr(recipes, recipe)()
@@ -170,9 +183,7 @@ def test_bf16_policy_is_bit_identical():
 SERVED = {
   name: operand
   for name, operand in OPERANDS.items()
-  if operand.format.startswith("nvfp4")
-  and kernels.serves(operand, False)
-  and (operand.rht is None or operand.rht.size == 16)
+  if backends.lacks_kernel(operand) is None and kernels.serves(operand, False)
 }
 STREAM = rounding.site_stream(jax.random.key(3), 1, 2, 3)
 

@@ -49,9 +49,7 @@ class Compared(NamedTuple):
 def compared(tmp_path_factory, cache) -> Compared:
   """The model as written, under the BF16 policy, and under NVFP4."""
   workdir = tmp_path_factory.mktemp("compared")
-  config = make_config(
-    data__cache=cache, compare__recipes=("none", "bf16", "nvfp4")
-  )
+  config = make_config(data__cache=cache, compare__recipes="none,bf16,nvfp4")
   output = io.StringIO()
   with contextlib.redirect_stdout(output):
     comparison = compare.run(

@@ -185,7 +185,7 @@ def test_comparison_with_other_recipes_is_of_the_same_experiment(
   """No run in common, but the report would be replaced."""
   before = _snapshot(compared.workdir)
   config = make_config(
-    data__cache=cache, train__steps=20, compare__recipes=("fp8", "mxfp8")
+    data__cache=cache, train__steps=20, compare__recipes="fp8,mxfp8"
   )
   sentence = _refused(capsys, config, compared.workdir, compare.command)
   assert "config.train.steps is 10, not 20" in sentence
@@ -214,7 +214,7 @@ def test_another_text_is_another_experiment(capsys, tmp_path, command):
   text.mkdir()
   (text / "a.txt").write_text("one sentence\n" * 1000)
   config = make_config(
-    recipe="none", data__path=str(text), compare__recipes=("none",)
+    recipe="none", data__path=str(text), compare__recipes="none"
   )
   run = train.run if command is train.command else compare.run
   run(config, workdir)
@@ -320,7 +320,7 @@ def test_validation_loss_that_is_not_finite_is_said(capsys, tmp_path, cache):
     data__cache=cache,
     optimizer__peak_lr=1e38,
     train__max_skips=100,
-    compare__recipes=("none", "bf16"),
+    compare__recipes="none,bf16",
   )
   compare.command(config, tmp_path)
   assert "Final validation loss: none not finite" in capsys.readouterr().out

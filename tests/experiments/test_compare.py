@@ -187,23 +187,91 @@ def test_finished_runs_are_not_repeated(compared, monkeypatch):
   ]
 
 
-def test_recipes_of_a_flag_are_separated_by_commas():
-  """``--config.compare.recipes=bf16,mxfp8`` comes as one string."""
-  for recipes in (("bf16,mxfp8",), ("bf16, mxfp8",), ("bf16", "mxfp8")):
+def test_names_are_separated_by_commas():
+  for recipes in ("bf16,mxfp8", " bf16, mxfp8"):
     config = make_config(compare__recipes=recipes)
-    assert compare._recipes(config) == ("bf16", "mxfp8")
-  config = make_config(compare__recipes=("bf16,fp3",))
+    assert compare._names(config) == ("bf16", "mxfp8")
+  config = make_config(compare__recipes="bf16,fp3")
   with pytest.raises(
     errors.UserError, match="config.compare.recipes='bf16,fp3'.*none, bf16"
   ):
-    compare._recipes(config)
+    compare._names(config)
 
 
-@pytest.mark.parametrize("recipes", [(), ("bf16", "bf16"), ("bf16", "fp3")])
+@pytest.mark.parametrize("recipes", ["", "bf16,bf16", "bf16,fp3", "bf16,"])
 def test_bad_recipes_are_refused_before_any_run(tmp_path, recipes):
   with pytest.raises(errors.UserError, match="needed"):
     compare.run(make_config(compare__recipes=recipes), tmp_path / "new")
   assert not (tmp_path / "new").exists()
+
+
+def test_a_variant_differs_in_the_fields_that_it_names(tmp_path):
+  config = make_config()
+  name = "nvfp4+policy.last=0+optimizer.peak_lr=1+data.path=a b"
+  got = compare.variant(config, name, tmp_path)
+  assert got.recipe == "nvfp4" and got.policy.last == 0
+  assert got.optimizer.peak_lr == 1.0 and got.data.path == "a b"
+  expected = config.copy_and_resolve_references().unlock()
+  expected.update_from_flattened_dict(
+    {
+      "recipe": "nvfp4",
+      "policy.last": 0,
+      "optimizer.peak_lr": 1.0,
+      "data.path": "a b",
+      "data.cache": str(tmp_path / "data"),
+    }
+  )
+  assert got == expected.lock()
+  assert config.policy.last == 1
+
+
+@pytest.mark.parametrize(
+  "name, words",
+  [
+    ("nvfp4+policy.lst=0", "'policy.lst', which is no field of a run"),
+    ("nvfp4+compare.processes=1", "no field of a run"),
+    ("nvfp4+policy.last", "needed a int, as 1"),
+    ("nvfp4+policy.last=0.5", "needed a int, as 1"),
+    ("nvfp4+model.scan=1", "needed a bool, as True"),
+  ],
+)
+def test_a_variant_of_no_field_is_refused(tmp_path, name, words):
+  with pytest.raises(errors.UserError, match=words):
+    compare.variant(make_config(), name, tmp_path)
+
+
+def test_runs_in_processes_are_the_same_runs(cache, tmp_path):
+  """Side by side, each in its own process."""
+  config = make_config(
+    data__cache=cache,
+    train__steps=2,
+    compare__recipes="none,none+seed=1",
+    compare__processes=2,
+  )
+  comparison = compare.run(config, tmp_path / "processes")
+  assert "shared by 2 runs at a time" in report.summary(comparison)
+  config.compare.processes = 0
+  compare.run(config, tmp_path / "here")
+  for run in comparison.runs:
+    found = [
+      losses(tmp_path / folder / "runs" / run.name)
+      for folder in ("processes", "here")
+    ]
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
+@pytest.mark.slow  # nightly: what one process raises is raised
+def test_errors_of_processes(cache, tmp_path):
+  config = make_config(
+    data__cache=cache,
+    train__max_skips=1,
+    optimizer__peak_lr=1e30,
+    compare__recipes="none,bf16,none+seed=1",
+    compare__processes=1,
+  )
+  with pytest.raises(errors.UserError, match="not finite"):
+    compare.run(config, tmp_path)
+  assert not (tmp_path / "runs" / "none+seed=1").exists()
 
 
 def test_gap_and_smoothing_bear_steps_that_are_not_finite():

@@ -337,7 +337,7 @@ def test_short_runs_have_schedules(schedule, steps):
 def test_compiled_step_compiles_once_and_donates():
   """Another shape raises instead of compiling again."""
   experiment = train.make_experiment(make_config(recipe="none"))
-  compiled, _ = train._compile(experiment)
+  compiled, _ = train._compile(experiment, experiment.phases[0])
   state = jax.jit(experiment.initialise)()
   held = state.params["lm_head"]["kernel"]
   state, _ = compiled(state, _tokens(4))
