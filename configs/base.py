@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
 
   # What all models read.
   config.model = ConfigDict()
-  config.model.name = "transformer"  # or "hybrid"
+  config.model.name = "transformer"  # or "hybrid", "vit"
   config.model.d = 128
   config.model.heads = 4
   config.model.kv_heads = 2
@@ -39,7 +39,8 @@ def get_config() -> ConfigDict:
   config.model.remat = False  # recompute each block in the backward pass
   config.model.dtype = "bfloat16"  # of the arithmetic; parameters are float32
   config.model.attention = "xla"  # or "cudnn", on a GPU
-  # The Transformer alone; another model refuses changes of them.
+  # The Transformer, and of these the Vision Transformer the layers; another
+  # model refuses changes of them.
   config.model.layers = 6
   config.model.activation = "relu2"  # or "swiglu"
   config.model.qk_norm = True
@@ -58,6 +59,8 @@ def get_config() -> ConfigDict:
   config.model.experts_per_token = 2
   config.model.expert_ffn = 256
   config.model.balance = 0.01  # coefficient of the experts' balance loss
+  # The Vision Transformer alone, likewise.
+  config.model.patch = 4  # side of a patch, a divisor of data.image
 
   config.data = ConfigDict()
   # A file or folder of text, "" for Python's standard library; or a folder of
@@ -66,6 +69,10 @@ def get_config() -> ConfigDict:
   config.data.max_bytes = 16_000_000  # of text; the others do not read it
   config.data.vocab = 1024
   config.data.sequence = 128
+  # Images, for "vit" alone. The path is "shapes:", of experiments.images, or a
+  # file .npz.
+  config.data.image = 32  # side in pixels
+  config.data.classes = 10
   config.data.validation_fraction = 0.05  # a built folder has its own
   config.data.cache = ""  # of tokens; "" is a folder in the workdir
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import shlex
 import sys
 import time
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from experiments import cli
 from experiments import config as config_lib
-from experiments import data
 from experiments import errors
 from experiments import files
 from experiments import metrics
@@ -110,11 +110,11 @@ def _train_alone(config: str, folder: Path, name: str) -> None:
 
 def _check_workdir(
   config: ConfigDict, names: Sequence[str], workdir: Path
-) -> data.Corpus | None:
+) -> Any:
   """Raises unless all runs in ``workdir`` are of this very comparison.
 
   Returns:
-    The text that all of them read; None if all that are asked have finished.
+    The data that all of them read; None if all that are asked have finished.
   """
   files.require_folder(workdir, "--workdir")
   if (workdir / "config.json").exists():

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from configs import base
 from experiments import errors
 from experiments import files
+from experiments import images
 from experiments import models
 from experiments import recipe
 from experiments import synthetic
@@ -28,7 +29,7 @@ _PACKAGES = (
   "numpy",
 )
 
-# Fields of ``config.model`` that one model alone reads.
+# Fields of ``config.model`` that not all models read.
 _OWN_FIELDS = {
   "transformer": ("layers", "activation", "qk_norm", "rope_base"),
   "hybrid": (
@@ -45,6 +46,7 @@ _OWN_FIELDS = {
     "expert_ffn",
     "balance",
   ),
+  "vit": ("layers", "patch"),
 }
 _POSITIVE = (
   "model.layers",
@@ -58,6 +60,7 @@ _POSITIVE = (
   "model.experts",
   "model.experts_per_token",
   "model.expert_ffn",
+  "model.patch",
   "model.d",
   "model.heads",
   "model.kv_heads",
@@ -65,6 +68,8 @@ _POSITIVE = (
   "model.rope_base",
   "data.max_bytes",
   "data.sequence",
+  "data.image",
+  "data.classes",
   "optimizer.peak_lr",
   "optimizer.eps",
   "optimizer.clip",
@@ -178,13 +183,17 @@ def check(config: ConfigDict) -> None:
         f"config.{name}={value(name)} is no multiple of"
         f" config.{divisor}={value(divisor)}; change one of them."
       )
-  _check_model(config.model)
+  _check_model(config)
+  of_images = config.model.name in models.OF_IMAGES
   if not config.data.validation_fraction:
     raise errors.UserError(
-      "config.data.validation_fraction=0.0 leaves no text to validate on;"
-      " needed more than 0, as 0.05."
+      "config.data.validation_fraction=0.0 leaves no"
+      f" {'images' if of_images else 'text'} to validate on; needed more than"
+      " 0, as 0.05."
     )
-  if synthetic.is_chain(config.data.path):
+  if of_images:
+    images.check(config)
+  elif synthetic.is_chain(config.data.path):
     synthetic.parse(config.data.path, config.data.vocab)
   elif config.data.vocab < SMALLEST_VOCABULARY:
     raise errors.UserError(
@@ -203,12 +212,13 @@ def check(config: ConfigDict) -> None:
     )
 
 
-def _check_model(model: ConfigDict) -> None:
+def _check_model(config: ConfigDict) -> None:
   """Raises ``UserError`` for fields that do not make the named model."""
-  usual = base.get_config().model
+  model, usual = config.model, base.get_config().model
   for owner, fields in _OWN_FIELDS.items():
-    changed = [name for name in fields if model[name] != usual[name]]
-    if owner != model.name and changed:
+    others = [name for name in fields if name not in _OWN_FIELDS[model.name]]
+    changed = [name for name in others if model[name] != usual[name]]
+    if changed:
       name = changed[0]
       raise errors.UserError(
         f"config.model.{name}={model[name]!r} is a field of the model"
@@ -217,6 +227,12 @@ def _check_model(model: ConfigDict) -> None:
       )
   if model.name == "hybrid":
     _check_hybrid(model)
+  elif model.name == "vit":
+    if config.data.image % model.patch:
+      raise errors.UserError(
+        f"config.data.image={config.data.image} is no multiple of"
+        f" config.model.patch={model.patch}; change one of them."
+      )
   elif model.d // model.heads % 2:
     raise errors.UserError(
       f"config.model.d={model.d} gives {model.heads} heads an odd size, which"
@@ -316,11 +332,11 @@ def check_workdir(config: ConfigDict, workdir: Path) -> None:
 
 
 def check_text(config: ConfigDict, text: dict, workdir: Path) -> None:
-  """Raises ``UserError`` if the run in ``workdir`` has read another text.
+  """Raises ``UserError`` if the run in ``workdir`` has read other data.
 
   Args:
     config: this experiment.
-    text: ``identity`` of its text or corpus now.
+    text: ``identity`` of its text, corpus or images now.
     workdir: its folder, which need not exist.
   """
   path = workdir / "config.json"
@@ -329,10 +345,13 @@ def check_text(config: ConfigDict, text: dict, workdir: Path) -> None:
   there = json.loads(path.read_text())["text"]
   if there == text:
     return
+  kind, package = "another text", "tokenizers"
+  if config.model.name in models.OF_IMAGES:
+    kind, package = "other images", "numpy"
   raise errors.UserError(
-    f"--workdir={workdir} holds a run on another text: config.data.path="
+    f"--workdir={workdir} holds a run on {kind}: config.data.path="
     f"{config.data.path!r} held {_size(there)} then, and {_size(text)} now;"
-    " restore the files (and the version of tokenizers), or give another"
+    f" restore the files (and the version of {package}), or give another"
     " --workdir."
   )
 

@@ -15,8 +15,10 @@ import hashlib
 import json
 from pathlib import Path
 import sysconfig
+from typing import Any
 
 import grain
+import jax
 from ml_collections import ConfigDict
 import numpy as np
 import tokenizers
@@ -418,8 +420,12 @@ def training_batches(config: ConfigDict, corpus: Corpus):
   Each sequence comes once an epoch. Batch i is a function of the seed and i;
   the iterator's state goes into checkpoints.
   """
-  sequences = Sequences(corpus.train, config.data.sequence)
-  dataset = grain.MapDataset.source(sequences).shuffle(seed=config.seed)
+  return endless_batches(config, Sequences(corpus.train, config.data.sequence))
+
+
+def endless_batches(config: ConfigDict, examples: Any):
+  """Batches of a sequence of examples, as of ``training_batches``."""
+  dataset = grain.MapDataset.source(examples).shuffle(seed=config.seed)
   dataset = dataset.repeat().batch(config.train.batch, drop_remainder=True)
   reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
   return iter(dataset.to_iter_dataset(reading))
@@ -427,11 +433,20 @@ def training_batches(config: ConfigDict, corpus: Corpus):
 
 def validation_batches(config: ConfigDict, corpus: Corpus) -> list[np.ndarray]:
   """The same batches every time, spread over the whole validation text."""
-  sequences = Sequences(corpus.validation, config.data.sequence)
-  batch = min(len(sequences), config.train.batch // config.train.accumulate)
-  count = min(config.train.eval_batches, len(sequences) // batch)
-  chosen = np.linspace(0, len(sequences) - 1, batch * count).astype(int)
+  return spread_batches(
+    config, Sequences(corpus.validation, config.data.sequence)
+  )
+
+
+def spread_batches(config: ConfigDict, examples: Any) -> list:
+  """Batches of a sequence of examples, as of ``validation_batches``."""
+  batch = min(len(examples), config.train.batch // config.train.accumulate)
+  count = min(config.train.eval_batches, len(examples) // batch)
+  chosen = np.linspace(0, len(examples) - 1, batch * count).astype(int)
   return [
-    np.stack([sequences[i] for i in chosen[start : start + batch]])
+    jax.tree.map(
+      lambda *x: np.stack(x),
+      *[examples[i] for i in chosen[start : start + batch]],
+    )
     for start in range(0, batch * count, batch)
   ]

@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments import files
 from experiments import metrics
+from experiments import tasks
 from experiments import train
 
 
@@ -63,6 +64,11 @@ class Comparison:
     """The run that gaps are relative to."""
     return self.runs[0]
 
+  @property
+  def task(self) -> tasks.Task:
+    """What the runs learned."""
+    return tasks.of(self.config["model"]["name"])
+
   def gap(self, run: Run) -> float:
     """Validation loss above the baseline's, in percent; NaN if unknown."""
     loss = self.baseline.result.validation_loss
@@ -70,10 +76,12 @@ class Comparison:
 
 
 def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
+  labelled = comparison.baseline.result.validation_accuracy is not None
   rows: list[tuple[str, ...]] = [
     (
       "recipe",
       "validation loss",
+      *["accuracy %"] * labelled,
       "gap %",
       "tokens/s",
       "residuals MB",
@@ -89,6 +97,7 @@ def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
       (
         run.name,
         metrics.shown(result.validation_loss, ".4f"),
+        *_percent(result.validation_accuracy),
         metrics.shown(comparison.gap(run), "+.2f"),
         f"{result.tokens_per_second:,.0f}",
         f"{sum(result.residual_bytes.values()) / 1e6:.2f}",
@@ -101,12 +110,16 @@ def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
   return rows
 
 
+def _percent(share: float | None) -> list[str]:
+  return [] if share is None else [f"{100 * share:.2f}"]
+
+
 def _facts(comparison: Comparison) -> str:
-  result = comparison.baseline.result
+  result, task = comparison.baseline.result, comparison.task
   return (
     f"{result.parameters:,} parameters, {result.steps} steps,"
-    f" {result.tokens:,} tokens; unigram entropy of the training tokens"
-    f" {result.unigram_entropy:.4f} nats; gaps relative to"
+    f" {result.tokens:,} tokens; {task.baseline} of the training"
+    f" {task.example}s {result.unigram_entropy:.4f} nats; gaps relative to"
     f" {comparison.baseline.name}; one seed ({comparison.config['seed']});"
     f" {comparison.versions['device']}{_shared(comparison)};"
     f" {comparison.seconds:.0f} s"
@@ -157,12 +170,14 @@ def summary(comparison: Comparison) -> str:
   ]
   run = comparison.runs[-1]
   last = run.result
+  sample = []
+  if last.sample is not None:
+    sample = [f"\nsample of {run.name}:", last.sample]
   return "\n".join(
     [
       f"\ncoverage of {run.name}:",
       last.coverage,
-      f"\nsample of {run.name}:",
-      last.sample,
+      *sample,
       "",
       *lines,
       f"tokens/s: {_EMULATED}",
@@ -199,12 +214,13 @@ def plots(comparison: Comparison) -> dict[str, figure.Figure]:
 
 def captions(comparison: Comparison) -> dict[str, str]:
   """A sentence a figure, by name."""
-  baseline = comparison.baseline
+  baseline, task = comparison.baseline, comparison.task
   lines = f"the training loss, mean of the last {_window(baseline)} steps"
   return {
     "loss": (
-      f"Lines are {lines}, dots the validation loss, in nats a token; a model"
-      " below the dotted line knows more than how frequent each token is."
+      f"Lines are {lines}, dots the validation loss, in {task.unit}; a model"
+      f" below the dotted line knows more than how frequent each {task.target}"
+      " is."
     ),
     "gap": (
       f"How much higher the loss is than {baseline.name}'s at the same"
@@ -235,14 +251,14 @@ def _window(run: Run) -> int:
 
 
 def _loss(comparison: Comparison) -> figure.Figure:
-  new, axes = _axes("Loss", "step", "nats a token")
+  new, axes = _axes("Loss", "step", comparison.task.unit)
   for i, run in enumerate(comparison.runs):
     color, name = f"C{i}", run.name
     steps, losses = run.series("loss")
     axes.plot(steps, smooth(losses, _window(run)), color=color, label=name)
     axes.plot(*run.series("validation_loss"), "o", color=color)
   entropy = comparison.baseline.result.unigram_entropy
-  axes.axhline(entropy, color="gray", ls=":", label="unigram entropy")
+  axes.axhline(entropy, color="gray", ls=":", label=comparison.task.baseline)
   axes.plot([], [], "o", color="gray", label="validation")
   axes.legend()
   return new
@@ -313,7 +329,6 @@ $table
 $figures
 <h2>Coverage</h2>
 $coverage
-<h2>Samples</h2>
 $samples
 <h2>Commands</h2>
 <pre>$commands</pre>
@@ -333,6 +348,12 @@ def page(comparison: Comparison, images: dict[str, bytes]) -> str:
   ]
   rows = [head.replace("td>", "th>"), *body]
   versions, texts = comparison.versions, captions(comparison)
+  written = {
+    run.name: run.result.sample
+    for run in comparison.runs
+    if run.result.sample is not None
+  }
+  samples = f"<h2>Samples</h2>\n{_blocks(written)}" if written else ""
   return _PAGE.substitute(
     title=" vs ".join(html.escape(run.name) for run in comparison.runs),
     verdict=html.escape(verdict(comparison)),
@@ -345,7 +366,7 @@ def page(comparison: Comparison, images: dict[str, bytes]) -> str:
       for name, image in images.items()
     ),
     coverage=_blocks({r.name: r.result.coverage for r in comparison.runs}),
-    samples=_blocks({r.name: r.result.sample for r in comparison.runs}),
+    samples=samples,
     commands=html.escape("\n".join(comparison.commands)),
     versions=html.escape("\n".join(f"{k} {v}" for k, v in versions.items())),
     config=html.escape(json.dumps(comparison.config, indent=2)),
@@ -380,7 +401,7 @@ def write(comparison: Comparison, workdir: Path) -> None:
   results = {
     "baseline": comparison.baseline.name,
     "runs": {
-      run.name: dataclasses.asdict(run.result)
+      run.name: run.result.to_dict()
       | {"gap_percent": comparison.gap(run), "curves": _curves(run)}
       for run in comparison.runs
     },

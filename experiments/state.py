@@ -10,7 +10,6 @@ import functools
 from typing import Any
 from typing import NamedTuple
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
@@ -19,7 +18,7 @@ import optax
 import fp4jax
 
 Array = jax.Array
-Loss = Callable[[Any, Array, Array], Array]
+Loss = Callable[[Any, Any, Array], Array]
 
 
 class State(NamedTuple):
@@ -60,8 +59,8 @@ def cross_entropy(logits: Array, targets: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenLoss:
-  """The loss of parameters, tokens [b, t + 1] and a key, or None, to round.
+class ModelLoss:
+  """The loss of parameters, a batch and a key, or None, to round.
 
   Attributes:
     apply: the model, as ``recipe.quantised`` gives it.
@@ -72,19 +71,25 @@ class TokenLoss:
   apply: Callable
   auxiliary: bool = False
 
-  def __call__(self, params, tokens, key=None, weights=None):
-    """``weights`` are what ``weight_codes`` gave, or None."""
-    return self.with_parts(params, tokens, key, weights)[0]
+  @staticmethod
+  def split(batch) -> tuple:
+    """What the model reads of a batch, and the targets of its logits."""
+    raise NotImplementedError
 
-  def with_parts(self, params, tokens, key=None, weights=None):
+  def __call__(self, params, batch, key=None, weights=None):
+    """``weights`` are what ``weight_codes`` gave, or None."""
+    return self.with_parts(params, batch, key, weights)[0]
+
+  def with_parts(self, params, batch, key=None, weights=None):
     """The loss, and the parts that it is a sum of if there are several."""
     given = {} if weights is None else {"fp4_weights": weights}
-    variables, inputs = {"params": params}, tokens[:, :-1]
+    inputs, targets = self.split(batch)
+    variables = {"params": params}
     out = self.apply(variables, inputs, fp4_key=key, **given, **self._mutable)
     if not self.auxiliary:
-      return cross_entropy(out, tokens[:, 1:]), {}
+      return cross_entropy(out, targets), {}
     logits, sown = out
-    loss = cross_entropy(logits, tokens[:, 1:])
+    loss = cross_entropy(logits, targets)
     # Under scan a leaf holds the losses of all layers.
     auxiliary = sum(map(jnp.sum, jax.tree.leaves(sown["losses"])))
     parts = {"loss": loss, "auxiliary_loss": auxiliary}
@@ -94,12 +99,43 @@ class TokenLoss:
   def _mutable(self) -> dict:
     return {"mutable": ["losses"]} if self.auxiliary else {}
 
-  def weight_codes(self, params, tokens):
+  def weight_codes(self, params, batch):
     """The weights quantised once; None for a model as written."""
     if not isinstance(self.apply, fp4jax.Quantized):
       return None
-    variables, inputs = {"params": params}, tokens[:, :-1]
+    variables, (inputs, _) = {"params": params}, self.split(batch)
     return self.apply.weight_codes(variables, inputs, **self._mutable)
+
+  def measures(self, params, batch, key=None) -> dict[str, Array]:
+    """What is measured of a held-out batch, by name."""
+    return {"validation_loss": self(params, batch, key)}
+
+
+class TokenLoss(ModelLoss):
+  """Of tokens, [b, t + 1]: each but the first is a target."""
+
+  @staticmethod
+  def split(batch) -> tuple:
+    """[b, t] inputs and [b, t] targets."""
+    return batch[:, :-1], batch[:, 1:]
+
+
+class ImageLoss(ModelLoss):
+  """Of a batch of ``experiments.images``: its labels are the targets."""
+
+  @staticmethod
+  def split(batch) -> tuple:
+    """[b, s, s, 3] images and [b] labels."""
+    return batch["images"], batch["labels"]
+
+  def measures(self, params, batch, key=None) -> dict[str, Array]:
+    """The loss, and the share of images whose likeliest class is theirs."""
+    images, labels = self.split(batch)
+    logits = self.apply({"params": params}, images, fp4_key=key)
+    return {
+      "validation_loss": cross_entropy(logits, labels),
+      "validation_accuracy": jnp.mean(logits.argmax(-1) == labels),
+    }
 
 
 def make_schedule(optimizer: ConfigDict, steps: int) -> optax.Schedule:
@@ -159,56 +195,64 @@ def make_optimizer(
 
 
 def initialise(
-  model: nn.Module,
+  model: Any,
   optimizer: optax.GradientTransformation,
   seed: int,
-  sequence: int,
+  inputs: jax.ShapeDtypeStruct,
 ) -> State:
-  """The state before step 0; to be called under ``jax.jit``."""
-  tokens = jnp.zeros((1, sequence), jnp.int32)
-  params = model.init(make_key(seed), tokens)["params"]
+  """The state before step 0; to be called under ``jax.jit``.
+
+  Args:
+    model: of ``models.from_config``.
+    optimizer: of ``make_optimizer``.
+    seed: of the parameters.
+    inputs: what the model reads.
+  """
+  zeros = jnp.zeros(inputs.shape, inputs.dtype)
+  params = model.init(make_key(seed), zeros)["params"]
   return State(jnp.int32(0), params, optimizer.init(params))
 
 
 def gradients(
-  loss: Loss, params: Any, tokens: Array, key: Array, accumulate: int
+  loss: Loss, params: Any, batch: Any, key: Array, accumulate: int
 ) -> tuple[Array, Any]:
   """The loss and the gradient of ``gradients_with_parts``."""
-  value, _, grads = gradients_with_parts(loss, params, tokens, key, accumulate)
+  value, _, grads = gradients_with_parts(loss, params, batch, key, accumulate)
   return value, grads
 
 
 def gradients_with_parts(
-  loss: Loss, params: Any, tokens: Array, key: Array, accumulate: int
+  loss: Loss, params: Any, batch: Any, key: Array, accumulate: int
 ) -> tuple[Array, dict[str, Array], Any]:
   """The mean loss, its parts and gradient over micro-batches, in float32.
 
   Args:
-    loss: of parameters, tokens and key.
+    loss: of parameters, batch and key.
     params: the parameters.
-    tokens: [accumulate · b, t + 1] int.
+    batch: tree of arrays, [accumulate · b, ...].
     key: folded with the micro-batch's index.
     accumulate: number of micro-batches; the weights are quantised once for all
-      of them, where the loss is a ``TokenLoss``.
+      of them, where the loss is a ``ModelLoss``.
 
   Returns:
-    The loss, what ``TokenLoss.with_parts`` says that it consists of, and the
+    The loss, what ``ModelLoss.with_parts`` says that it consists of, and the
     gradient, as if of one batch.
   """
-  micro = tokens.reshape(accumulate, -1, tokens.shape[-1])
+  micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+  first = jax.tree.map(lambda x: x[0], micro)
   with_parts: Callable = lambda *args: (loss(*args), {})
   names: tuple[str, ...] = ()
-  if isinstance(loss, TokenLoss):
+  if isinstance(loss, ModelLoss):
     with_parts = loss.with_parts
     names = ("loss", "auxiliary_loss") if loss.auxiliary else ()
     if accumulate > 1:
-      weights = loss.weight_codes(params, micro[0])
+      weights = loss.weight_codes(params, first)
       with_parts = functools.partial(with_parts, weights=weights)
 
   def add(total, inputs):
-    tokens, index = inputs
+    batch, index = inputs
     found = jax.value_and_grad(with_parts, has_aux=True)(
-      params, tokens, jax.random.fold_in(key, index)
+      params, batch, jax.random.fold_in(key, index)
     )
     added = jax.tree.map(
       lambda t, x: t + x.astype(jnp.float32) / accumulate, total, found
@@ -221,7 +265,7 @@ def gradients_with_parts(
     ((jnp.float32(0), parts), params),
   )
   if accumulate == 1:
-    total, _ = add(zero, (micro[0], 0))
+    total, _ = add(zero, (first, 0))
   else:
     total, _ = jax.lax.scan(add, zero, (micro, jnp.arange(accumulate)))
   (value, parts), grads = total
@@ -235,17 +279,17 @@ def make_train_step(
   *,
   seed: int,
   accumulate: int,
-) -> Callable[[State, Array], tuple[State, dict[str, Array]]]:
-  """A step: state and tokens [accumulate · b, t + 1] to state and metrics.
+) -> Callable[[State, Any], tuple[State, dict[str, Array]]]:
+  """A step: state and batch, [accumulate · b, ...], to state and metrics.
 
   Where the model sows losses, the metric "loss" is the cross-entropy, and the
   step follows its sum with "auxiliary_loss".
   """
 
-  def train_step(state, tokens):
+  def train_step(state, batch):
     key = jax.random.fold_in(make_key(seed), state.step)
     value, parts, grads = gradients_with_parts(
-      loss, state.params, tokens, key, accumulate
+      loss, state.params, batch, key, accumulate
     )
     norm = optax.tree.norm(grads)
     # One number decides for the whole tree: a loss or a norm that is not finite

@@ -163,13 +163,25 @@ def parse(path: str, vocab: int) -> Chain:
   Raises:
     UserError: a name or value cannot be used.
   """
+  return Chain(vocab=vocab, **numbers(path, PREFIX, _NAMES))
+
+
+def numbers(path: str, prefix: str, names: tuple[str, ...]) -> dict[str, int]:
+  """The numbers that a path without a file gives by name.
+
+  Raises:
+    UserError: a name or value cannot be used.
+
+  >>> numbers("markov:branches=8,seed=1", "markov:", ("branches", "seed"))
+  {'branches': 8, 'seed': 1}
+  """
   values = {}
-  for item in filter(None, path.removeprefix(PREFIX).split(",")):
+  for item in filter(None, path.removeprefix(prefix).split(",")):
     name, _, value = item.partition("=")
-    if name not in _NAMES or name in values or not value.isdecimal():
+    if name not in names or name in values or not value.isdecimal():
       raise errors.UserError(
-        f"config.data.path={path!r}: {item!r}; needed {', '.join(_NAMES)},"
-        f" each once at most and a number, as in {PREFIX}branches=8,seed=1."
+        f"config.data.path={path!r}: {item!r}; needed {', '.join(names)},"
+        f" each once at most and a number, as in {prefix}{names[0]}=8,seed=1."
       )
     values[name] = int(value)
-  return Chain(vocab=vocab, **values)
+  return values

@@ -21,7 +21,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from experiments import checkpoint
@@ -34,8 +33,8 @@ from experiments import memory
 from experiments import metrics
 from experiments import models
 from experiments import recipe
-from experiments import sample
 from experiments import state as state_lib
+from experiments import tasks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +43,11 @@ class Result:
 
   Attributes:
     recipe: its name.
-    validation_loss: at the end, nats a token; NaN if it is not finite.
-    unigram_entropy: of the training tokens, nats a token.
+    validation_loss: at the end, nats a token or image; NaN if not finite.
+    unigram_entropy: of the training tokens or labels, nats.
     parameters: number of parameters.
     steps: steps taken.
-    tokens: tokens trained on.
+    tokens: tokens trained on; of images, patches.
     skipped_steps: steps whose loss or gradient was not finite.
     tokens_per_second: median over the run, compilation left out.
     compile_seconds: of the train steps.
@@ -59,7 +58,9 @@ class Result:
       0 where the device does not tell.
     coverage: every contraction and what became of it, before healing and in
       it.
-    sample: text that the model wrote.
+    sample: text that the model wrote; None where it writes none.
+    validation_accuracy: share of the held-out images whose label the model
+      gets right; None where it labels none.
   """
 
   recipe: str
@@ -75,7 +76,13 @@ class Result:
   residual_bytes: dict[str, int]
   peak_bytes: int
   coverage: str
-  sample: str
+  sample: str | None = None
+  validation_accuracy: float | None = None
+
+  def to_dict(self) -> dict[str, Any]:
+    """The fields that apply, as JSON holds them."""
+    fields = dataclasses.asdict(self)
+    return {name: x for name, x in fields.items() if x is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,8 +99,8 @@ class Phase:
 
   first: int
   apply: Callable
-  loss: state_lib.Loss
-  validation_loss: state_lib.Loss
+  loss: state_lib.ModelLoss
+  validation_loss: state_lib.ModelLoss
   train_step: Callable
 
 
@@ -105,13 +112,23 @@ class Experiment:
     config: the configuration.
     phases: at least one, from step 0; healing adds the second.
     initialise: gives the state before step 0.
-    tokens: of a step.
+    batch: of a step, as shapes and dtypes.
   """
 
   config: ConfigDict
   phases: tuple[Phase, ...]
   initialise: Callable[[], state_lib.State]
-  tokens: jax.ShapeDtypeStruct
+  batch: Any
+
+  @property
+  def task(self) -> tasks.Task:
+    """What the model learns."""
+    return tasks.of(self.config.model.name)
+
+  @property
+  def tokens(self) -> jax.ShapeDtypeStruct:
+    """The batch, of a model that reads tokens."""
+    return self.batch
 
   def at(self, step: int) -> Phase:
     """The phase of the step that follows ``step`` others."""
@@ -123,12 +140,12 @@ class Experiment:
     return self.phases[0].apply
 
   @property
-  def loss(self) -> state_lib.Loss:
+  def loss(self) -> state_lib.ModelLoss:
     """The loss of the first step."""
     return self.phases[0].loss
 
   @property
-  def validation_loss(self) -> state_lib.Loss:
+  def validation_loss(self) -> state_lib.ModelLoss:
     """What the first phase validates with."""
     return self.phases[0].validation_loss
 
@@ -143,18 +160,16 @@ class Experiment:
     return jax.eval_shape(self.initialise)
 
   @property
-  def micro_batch(self) -> jax.ShapeDtypeStruct:
-    """The tokens of one micro-batch."""
-    batch, length = self.tokens.shape
-    return jax.ShapeDtypeStruct(
-      (batch // self.config.train.accumulate, length), jnp.int32
+  def micro_batch(self) -> Any:
+    """One micro-batch."""
+    return _of_examples(
+      self.batch, self.config.train.batch // self.config.train.accumulate
     )
 
   @functools.cached_property
   def coverage(self) -> str:
     """What is quantised; raises if the policy does not fit the model."""
-    batch, length = self.micro_batch.shape
-    inputs = jax.ShapeDtypeStruct((batch, length - 1), jnp.int32)
+    inputs, _ = jax.eval_shape(self.loss.split, self.micro_batch)
     tables = [
       recipe.coverage(phase.apply, self.config, self.shapes.params, inputs)
       for phase in self.phases
@@ -176,18 +191,20 @@ class Experiment:
 def make_experiment(config: ConfigDict) -> Experiment:
   """The experiment of a configuration, after checking all of its fields."""
   config_lib.check(config)
-  model = models.from_config(config)
+  model, task = models.from_config(config), tasks.of(config.model.name)
+  batch = task.batch(config)
+  inputs, _ = jax.eval_shape(task.loss.split, _of_examples(batch, 1))
   schedule = state_lib.make_schedule(config.optimizer, config.train.steps)
   optimizer = state_lib.make_optimizer(config.optimizer, schedule)
 
   def make_phase(first, policy):
     apply = recipe.under(model, policy)
-    loss = state_lib.TokenLoss(apply, auxiliary=model.auxiliary)
+    loss = task.loss(apply, auxiliary=model.auxiliary)
     return Phase(
       first=first,
       apply=apply,
       loss=loss,
-      validation_loss=state_lib.TokenLoss(apply),
+      validation_loss=task.loss(apply),
       train_step=state_lib.make_train_step(
         loss,
         optimizer,
@@ -205,18 +222,21 @@ def make_experiment(config: ConfigDict) -> Experiment:
       model,
       optimizer,
       config.seed,
-      config.data.sequence,
+      inputs,
     ),
-    tokens=jax.ShapeDtypeStruct(
-      (config.train.batch, config.data.sequence + 1), jnp.int32
-    ),
+    batch=batch,
   )
 
 
-def read_corpus(
-  config: ConfigDict, workdir: Path, runs: Sequence[Path]
-) -> data.Corpus:
-  """The text of an experiment.
+def _of_examples(batch: Any, count: int) -> Any:
+  """The shapes of a batch of another number of examples."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), batch
+  )
+
+
+def read_corpus(config: ConfigDict, workdir: Path, runs: Sequence[Path]) -> Any:
+  """The text of an experiment, or its images.
 
   Args:
     config: of the experiment.
@@ -224,18 +244,19 @@ def read_corpus(
     runs: folders of runs, which may not exist, that have to read the same text.
   """
   data.check_apart(config.data.path, workdir, "--workdir")
-  text = data.read(config)
+  task = tasks.of(config.model.name)
+  text = task.read(config)
   for folder in runs:
     config_lib.check_text(config, text.identity, folder)
   cache = Path(config.data.cache or workdir / "data")
-  return data.prepare(config, cache, text)
+  return task.prepare(config, cache, text)
 
 
 def run(
   config: ConfigDict,
   workdir: str | Path,
   *,
-  corpus: data.Corpus | None = None,
+  corpus: Any = None,
   brief: bool = False,
   name: str = "",
 ) -> Result:
@@ -291,10 +312,11 @@ def run(
   result = Result(
     recipe=config.recipe,
     validation_loss=math.nan if loss is None else loss,
+    validation_accuracy=last.get("validation_accuracy"),
     unigram_entropy=corpus.unigram_entropy,
     parameters=_parameters(experiment),
     steps=config.train.steps,
-    tokens=config.train.steps * config.train.batch * config.data.sequence,
+    tokens=config.train.steps * _tokens_per_step(config),
     skipped_steps=last["skipped_steps"],
     tokens_per_second=statistics.median(rates),
     compile_seconds=compile_seconds,
@@ -302,29 +324,27 @@ def run(
     residual_bytes=experiment.residual_bytes(),
     peak_bytes=_peak_bytes(),
     coverage=table,
-    sample=sample.text(
-      experiment.phases[-1].apply, params, corpus.tokenizer, config
+    sample=experiment.task.sample(
+      config, corpus, experiment.phases[-1].apply, params
     ),
   )
-  files.write(finished, metrics.to_json(dataclasses.asdict(result)))
+  files.write(finished, metrics.to_json(result.to_dict()))
   return result
 
 
 def _train(
-  name: str, experiment: Experiment, corpus: data.Corpus, workdir: Path
+  name: str, experiment: Experiment, corpus: Any, workdir: Path
 ) -> tuple[Any, float]:
   """The trained parameters, and the seconds that the step took to compile."""
   config, train = experiment.config, experiment.config.train
-  batches = data.training_batches(config, corpus)
-  held_out = data.validation_batches(config, corpus)
+  batches = experiment.task.training_batches(config, corpus)
+  held_out = experiment.task.validation_batches(config, corpus)
   # Read by recipes alone that round the forward pass stochastically.
   key = state_lib.make_key(config.seed)
 
-  def evaluate(validation_loss, params):
-    losses = [
-      float(validation_loss(params, tokens, key)) for tokens in held_out
-    ]
-    return {"validation_loss": statistics.fmean(losses)}
+  def evaluate(measures, params):
+    found = [jax.device_get(measures(params, batch, key)) for batch in held_out]
+    return jax.tree.map(lambda *x: statistics.fmean(map(float, x)), *found)
 
   with checkpoint.Checkpoints(workdir / "checkpoints", train.keep) as saved:
     if saved.latest is None:
@@ -345,7 +365,7 @@ def _train(
           phase = experiment.at(step)
           train_step, seconds = _compile(experiment, phase)
           compile_seconds += seconds
-          validation_loss = jax.jit(phase.validation_loss)
+          measures = jax.jit(phase.validation_loss.measures)
           log.pause()
         state, measured = train_step(state, next(batches))
         step += 1
@@ -357,7 +377,7 @@ def _train(
         if evaluates or saves or step % train.log_every == 0:
           log.flush()
         if evaluates:
-          log.pause(step, evaluate(validation_loss, state.params))
+          log.pause(step, evaluate(measures, state.params))
         if saves:
           saved.save(state, batches, {"seed": config.seed})
           log.pause()
@@ -395,7 +415,7 @@ def _compile(experiment: Experiment, phase: Phase) -> tuple[Callable, float]:
   """The train step, compiled for good: other shapes raise, never recompile."""
   began = time.perf_counter()
   jitted = jax.jit(phase.train_step, donate_argnums=0)
-  compiled = jitted.lower(experiment.shapes, experiment.tokens).compile()
+  compiled = jitted.lower(experiment.shapes, experiment.batch).compile()
   return compiled, time.perf_counter() - began
 
 
@@ -430,7 +450,7 @@ class Log:
       {"step": step, **{name: x.item() for name, x in values.items()}}
       for step, values in enumerate(measured, self._step + 1)
     ]
-    tokens = train.batch * self._config.data.sequence
+    tokens = _tokens_per_step(self._config)
     records[-1]["tokens_per_second"] = tokens / per_step
     self._writer.write(records)
     self._step += len(records)
@@ -458,27 +478,18 @@ class Log:
     self._since = time.perf_counter()
 
 
-def _describe(name: str, experiment: Experiment, corpus: data.Corpus) -> str:
+def _describe(name: str, experiment: Experiment, corpus: Any) -> str:
   config = experiment.config
   lines = [
     f"{name}: {_parameters(experiment):,} parameters; parameters,"
     f" gradients and moments float32, arithmetic {config.model.dtype}",
-    f"{corpus.documents} documents, {len(corpus.train):,} training and"
-    f" {len(corpus.validation):,} validation tokens, unigram entropy"
-    f" {corpus.unigram_entropy:.4f} nats",
+    *experiment.task.describe(config, corpus),
   ]
-  if corpus.entropy_rate is not None:
-    lines.append(
-      f"entropy rate {corpus.entropy_rate:.4f} nats, which no model goes below"
-    )
-  if corpus.skipped:
-    shown = ", ".join(corpus.skipped[:5])
-    more = ", ..." if len(corpus.skipped) > 5 else ""
-    lines.append(f"skipped {len(corpus.skipped)} binary files: {shown}{more}")
-  vocab = corpus.tokenizer.get_vocab_size()
-  if vocab < config.data.vocab:
-    lines.append(f"the text yields {vocab} of {config.data.vocab} tokens")
   return "\n".join(lines)
+
+
+def _tokens_per_step(config: ConfigDict) -> int:
+  return config.train.batch * tasks.of(config.model.name).length(config)
 
 
 def _peak_bytes() -> int:
@@ -500,11 +511,17 @@ def command(config: ConfigDict, workdir: Path) -> None:
   """Trains, and prints what came out."""
   result = run(config, workdir)
   loss = metrics.shown(result.validation_loss, ".4f")
+  accuracy = ""
+  if result.validation_accuracy is not None:
+    accuracy = f", accuracy {result.validation_accuracy:.2%}"
   print(
-    f"validation loss {loss}, unigram entropy"
+    f"validation loss {loss}{accuracy},"
+    f" {tasks.of(config.model.name).baseline}"
     f" {result.unigram_entropy:.4f}, {result.tokens_per_second:,.0f}"
-    f" tokens/s, {result.seconds:.0f} s\nsample:\n{result.sample}"
+    f" tokens/s, {result.seconds:.0f} s"
   )
+  if result.sample is not None:
+    print(f"sample:\n{result.sample}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ A workdir is one of ``experiments.train``, or ``runs/NAME`` in one of
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -25,6 +26,8 @@ from experiments import errors
 from experiments import files
 from experiments import metrics
 from experiments import recipe as recipe_lib
+from experiments import state
+from experiments import tasks
 from experiments import train
 
 
@@ -101,6 +104,11 @@ def load(workdir: str | Path, recipe: str = "", step: int = 0) -> Trained:
       f"--workdir={workdir} has no checkpoint of step {step}; give --step of"
       f" one that is there ({kept})."
     )
+  if tasks.of(config.model.name) is not tasks.NEXT_TOKEN:
+    raise errors.UserError(
+      f"--workdir={workdir} holds a model of images, which reads no text; give"
+      " the run of a language model."
+    )
   trained_recipe = config.recipe
   if recipe:
     config.recipe, config.policy.heal.fraction = recipe, 0.0
@@ -118,7 +126,8 @@ def load(workdir: str | Path, recipe: str = "", step: int = 0) -> Trained:
     trained_recipe=trained_recipe,
     step=step,
     finished=step == config.train.steps,
-    apply=apply,
+    # The key is read by recipes alone that round the forward pass so.
+    apply=functools.partial(apply, fp4_key=state.make_key(config.seed)),
     params=checkpoint.restore_params(folder, step, experiment.shapes.params),
     corpus=corpus,
     coverage=coverage,

@@ -45,6 +45,17 @@ def make_hybrid(**fields) -> ConfigDict:
   return make_config(**(small | fields))
 
 
+def make_vit(**fields) -> ConfigDict:
+  """``make_config`` of the smallest Vision Transformer, on drawn shapes."""
+  small = {
+    "model__name": "vit",
+    "data__path": "shapes:count=400",
+    "data__image": 16,
+    "train__batch": 8,
+  }
+  return make_config(**(small | fields))
+
+
 def train_losses(config: ConfigDict) -> np.ndarray:
   """The cross-entropy of each step on a text that repeats itself."""
   experiment = train.make_experiment(config)
