@@ -6,7 +6,7 @@ Command: python -m experiments.compare --config=configs/transformer.py \
   --config.data.path=CORPUS --workdir=DIR
 Corpus: python -m experiments.build_corpus --source=python: \
   --source=debian:linux-source-6.1=6.1.192-3 --exclude='*/asic_reg/*' \
-  --tokens=90000000 --output=CORPUS
+  --tokens=45000000 --output=CORPUS
 Expected: docs/results.md.
 Cost: docs/results.md; made for one GPU.
 """

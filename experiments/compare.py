@@ -67,12 +67,22 @@ def run(
     runs=tuple(runs),
     config=config_lib.identity(config),
     commands=_commands(arguments, workdir, names),
-    versions=config_lib.versions(),
+    versions=_versions([_folder(workdir, name) for name in names]),
     seconds=time.perf_counter() - began,
     processes=config.compare.processes,
   )
   report.write(comparison, workdir)
   return comparison
+
+
+def _versions(folders: Sequence[Path]) -> dict[str, str]:
+  """What the runs were begun with; several of one are all named."""
+  found: dict[str, dict[str, None]] = {}
+  for folder in folders:
+    versions = json.loads((folder / "config.json").read_text())["versions"]
+    for name, version in versions.items():
+      found.setdefault(name, {})[version] = None
+  return {name: " and ".join(several) for name, several in found.items()}
 
 
 def _train_in_processes(
