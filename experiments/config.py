@@ -4,6 +4,7 @@ from importlib import metadata
 import json
 import math
 from pathlib import Path
+import subprocess
 
 import jax
 from ml_collections import ConfigDict
@@ -301,7 +302,29 @@ def versions() -> dict[str, str]:
   """Versions of what computes, and the device it computes on."""
   found = {name: metadata.version(name) for name in _PACKAGES}
   device = jax.devices()[0]
-  return found | {"device": f"{jax.device_count()} x {device.device_kind}"}
+  return found | {
+    "device": f"{jax.device_count()} x {device.device_kind}",
+    "commit": commit(),
+  }
+
+
+def commit() -> str:
+  """The commit of these files: git's, or that of ``git archive``.
+
+  "unknown" outside of both; "+" follows where files differ from the commit.
+  """
+  root = Path(__file__).resolve().parents[1]
+  if (root / ".git").exists():
+    described = ["git", "-C", str(root), "describe", "--always", "--abbrev=40"]
+    command = [*described, "--exclude=*", "--dirty=+"]
+    try:
+      done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+      return "unknown"
+    return done.stdout.strip() or "unknown"
+  archived = root / ".git_archival.txt"
+  found = archived.read_text().strip() if archived.exists() else "$Format"
+  return "unknown" if found.startswith("$Format") else found
 
 
 def check_workdir(config: ConfigDict, workdir: Path) -> None:
