@@ -15,7 +15,7 @@ from configs import base
 
 
 def get_config():
-  """6 blocks, 37 M parameters; the last block BF16."""
+  """6 blocks, 40 M parameters; the last block BF16."""
   config = base.get_config()
   config.policy.first = 0
   config.policy.last = 1

@@ -606,7 +606,13 @@ def test_dot_multiplies_by_a_kernel(monkeypatch, recipe, dtype):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("multiplier", kernels.PACKED)
+@pytest.mark.parametrize(
+  "multiplier",
+  [
+    pytest.param(name, marks=slow if i else ())
+    for i, name in enumerate(kernels.PACKED)
+  ],
+)
 @pytest.mark.parametrize(
   "recipe, sizes",
   [

@@ -56,7 +56,7 @@ def coverage_rows(namespace):
 
 
 def test_the_guide_runs(capsys):
-  namespace = run("docs/guide.md", 4)
+  namespace = run("docs/guide.md", 5)
   assert np.isfinite(namespace["loss"])
   assert "2 of 5 linear layers quantised" in capsys.readouterr().out
   paper, unrotated = namespace["paper"], namespace["unrotated"]
@@ -66,6 +66,8 @@ def test_the_guide_runs(capsys):
   assert unclipped.fprop == paper.fprop
   assert unclipped.dgrad.lhs.scale_guard == unclipped.wgrad.rhs.scale_guard < 1
   assert unclipped.dgrad.rhs == paper.dgrad.rhs
+  assert namespace["apply"].policy == namespace["policy"]
+  assert namespace["schedule"].at(8200) == namespace["healed"]
 
 
 def test_commands_are_one_line_each():

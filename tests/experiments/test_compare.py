@@ -240,6 +240,7 @@ def test_a_variant_of_no_field_is_refused(tmp_path, name, words):
     compare.variant(make_config(), name, tmp_path)
 
 
+@pytest.mark.slow  # nightly: two processes compile
 def test_runs_in_processes_are_the_same_runs(cache, tmp_path):
   """Side by side, each in its own process."""
   config = make_config(

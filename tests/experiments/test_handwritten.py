@@ -77,6 +77,7 @@ def test_stochastic_rounding_is_right_on_average():
   np.testing.assert_allclose(mean, x, atol=5 / 4000**0.5)
 
 
+@pytest.mark.slow  # nightly: a benchmark's yardstick
 def test_a_scanned_model_rounds_by_its_stream():
   """Another key, other gradients; evaluation needs none."""
   net = transformer.Transformer(

@@ -70,6 +70,7 @@ def test_healed_run(compared, cache, tmp_path):
   assert after.splitlines()[-1].startswith("0 of ")
 
 
+@pytest.mark.slow  # nightly: four steps compile
 def test_the_healed_step_is_the_models_own():
   config = make_healed()
   experiment = train.make_experiment(config)

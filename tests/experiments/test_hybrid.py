@@ -54,6 +54,7 @@ def test_sizes_of_the_configurations(module, expected):
   assert _counts(module.get_config()) == expected
 
 
+@pytest.mark.slow  # nightly: of each mixer
 def test_scanned_and_unrolled_are_the_same_function():
   fields = {
     "model__dtype": "float32",

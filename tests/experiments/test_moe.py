@@ -126,6 +126,7 @@ def test_training_adds_the_balance_loss_and_validation_does_not():
   )
 
 
+@pytest.mark.slow  # nightly: test_hybrid trains it among all mixers
 def test_trains_in_nvfp4_as_in_bf16():
   """As test_mamba has it; of three blocks the middle one is quantised."""
   bf16, again, nvfp4 = (

@@ -208,6 +208,7 @@ def test_d11_micro_batches_add_up_to_the_batch_in_bf16_policy():
     assert np.any(a != 0)
 
 
+@pytest.mark.slow  # nightly: test_weight_codes has a smaller model
 def test_d11_micro_batches_add_up_to_the_batch_in_fp4():
   """Nearest rounding, other scales: cosine > 0.99, norm ratio near 1."""
   x = fp4jax.Operand()

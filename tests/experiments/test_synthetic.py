@@ -141,6 +141,7 @@ def _trained(tmp_path, recipe: str) -> tuple[float, float, float]:
   return result.validation_loss, chain.entropy, error
 
 
+@pytest.mark.slow  # nightly: test_cloze trains on a chain
 def test_loss_approaches_the_entropy_from_above(tmp_path):
   loss, entropy, error = _trained(tmp_path, "none")
   assert loss > entropy - 4 * error

@@ -187,6 +187,7 @@ def test_size_of_the_configuration():
   assert sum(row.quantised for row in rows) == 24
 
 
+@pytest.mark.slow  # nightly: test_state, on images
 def test_micro_batches_add_up_to_the_batch():
   config = make_vit(recipe="none", model__dtype="float32", model__layers=1)
   experiment = train.make_experiment(config)
@@ -209,7 +210,7 @@ def test_micro_batches_add_up_to_the_batch():
 
 def test_accuracy_is_the_share_of_labels_that_are_likeliest():
   logits = jnp.array([[0, 2, 1], [5, 0, 0], [0, 0, 1]], jnp.float32)
-  loss = state_lib.ImageLoss(lambda variables, images: logits)
+  loss = state_lib.ImageLoss(lambda variables, images, fp4_key: logits)
   batch = {"images": None, "labels": jnp.array([1, 2, 2])}
   measured = loss.measures({}, batch)
   assert float(measured["validation_accuracy"]) == pytest.approx(2 / 3)
@@ -288,6 +289,7 @@ def test_command_says_the_accuracy(compared, capsys):
   assert "sample" not in said
 
 
+@pytest.mark.slow  # nightly: test_resume, on images
 def test_resumed_run_is_the_run_that_was_not_killed(compared, tmp_path: Path):
   """Killed at step 7, whose steps since checkpoint 4 come again, bit by bit."""
   config = make_vit(**FEW)
